@@ -35,7 +35,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "fdiv": _floor_divide,
     "mod": torch.remainder,
     "tdiv": _trunc_divide,
-    "wrap_add": torch.add,  # integers of torch wrap
+    "wrap_add": torch.add,  # torch's integers wrap
     "wrap_sub": torch.sub,
     "wrap_mul": torch.mul,
     "wrap_neg": torch.neg,

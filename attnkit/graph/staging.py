@@ -161,7 +161,7 @@ def linear(root: Node) -> Linear | None:
 
     `where(c, score + x, -inf)` is not split: as a sum it would let a NaN score through.
     """
-    parts: dict[Node, Linear | None] = {}  # of the nodes that read the score
+    parts: dict[Node, Linear | None] = {}  # for each node that reads the score
     for n in ir.topo(root):
         if n.op == "arg" and n.attr == "score":
             parts[n] = Linear(const(1.0), const(0.0))

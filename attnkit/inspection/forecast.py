@@ -20,8 +20,8 @@ from attnkit.schedule.simulator import Timeline, simulate
 from attnkit.schedule.split_kv import Cost
 from attnkit.sparsity.block_runs import BlockRuns
 
-HOPPER_SMS = 132  # of an H100 SXM or an H200
-MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # for which the costs were measured
+HOPPER_SMS = 132  # SMs of an H100 SXM or an H200
+MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # sizes for which the costs were measured
 _MOST_ROWS = 1 << 20
 
 
@@ -43,7 +43,10 @@ class Gpu:
 
     @property
     def clock(self) -> float:
-        """Return the clock in GHz that the peak implies. Under load the clock may be lower."""
+        """Return the clock in GHz at which the tensor cores reach `peak`.
+
+        Under load the clock may be lower.
+        """
         from attnkit.jit.emulator_runs import rates_of
 
         return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)

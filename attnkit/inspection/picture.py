@@ -221,7 +221,9 @@ def _level(share: float) -> int:
 
 
 def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
-    """Compute the share of its tiles that each cell of a grid keeps; a partial tile counts half.
+    """Compute, for each cell of a grid, the share of its tiles that the mask keeps.
+
+    A PARTIAL tile counts as half.
 
     Args:
         runs: the tiles of all batch entries and heads.

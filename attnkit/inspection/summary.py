@@ -18,7 +18,7 @@ from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
 from attnkit.util.arguments import check_type
 
-_MOST_POSITIONS = 1 << 27  # in partial tiles, above which the kept ones are not counted
+_MOST_POSITIONS = 1 << 27  # most intervals, or positions in partial tiles, to count positions from
 _AT_ONCE = 1 << 22  # positions at which the mask is evaluated together
 
 
@@ -118,7 +118,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
 
 
 def label_of(runs: BlockRuns, b: int, h: int) -> str:
-    """Format the indices of a batch entry and head as ", b=0 h=1", without those of size 1."""
+    """Format the indices of a batch entry and head as ", b=0 h=1", leaving out axes of size 1."""
     shown = [f"b={b}"] if runs.batch > 1 else []
     shown += [f"h={h}"] if runs.heads > 1 else []
     return f", {' '.join(shown)}" if shown else ""

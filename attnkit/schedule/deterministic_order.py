@@ -77,9 +77,9 @@ class DeterministicOrder:
     group: Tensor
 
     def after(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return the kv tile that adds to q tile `row` after kv tile `column` does.
+        """Return the kv tile that adds to dQ tile `row` next after kv tile `column`.
 
-        After the last kv tile of a q tile, that is `first`.
+        After the last kv tile, the result is `first`.
 
         Args:
             row, column: int64 [n].
@@ -145,7 +145,7 @@ def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
 
 
 def _first(visited: Runs, step: int) -> Tensor:
-    """Return the first visited tile of each row (the last if `step` is -1), -1 for empty rows."""
+    """Return each row's first visited tile (its last if `step` is -1), or -1 if it has none."""
     pointers = visited.row_ptr.to(torch.int64)
     first = visited.row_ptr.new_full((visited.rows,), -1)
     some = pointers.diff() > 0

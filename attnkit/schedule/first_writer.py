@@ -34,7 +34,7 @@ from attnkit.sparsity.block_runs import BlockRuns
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
 ARRIVAL = 4000  # clocks from a q tile's last product until others can see its flag, an estimate
-MOST = 128  # kv tiles that visit a q tile on average; above, a memset costs little in comparison
+MOST = 128  # most kv tiles per q tile, on average; with more, a memset costs comparatively little
 
 _AT_ONCE = 1 << 16  # visits; a dozen arrays of that size fit a cache
 

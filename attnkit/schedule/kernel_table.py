@@ -35,8 +35,8 @@ Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
 
 _LATE: dict[str, Any] = {"softmax": "online", "double_buffer_p": False}
 
-# By padded head dims (query's, value's), best kernel first. A later one serves block lists whose
-# tiles the first does not divide. Measured on one H200; rows in benchmarks/results.
+# By padded head dims (query, value), best kernel first. Later kernels serve block lists whose tiles
+# the first kernel's tiles do not divide. Measured on one H200, see benchmarks/results.
 _SM90: Table = (
     (64, 64, (Kernel((192, 128), **_LATE), Kernel((128, 128)), Kernel((128, 64)))),
     (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
@@ -72,7 +72,7 @@ _SM100: Table = (
 )
 _LONG = 256  # query lengths above this prefer pairs of CTAs
 
-# By template: without a score_mod, with one.
+# By template: (table without a score_mod, table with a score_mod).
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
 
 

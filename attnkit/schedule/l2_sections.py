@@ -35,7 +35,7 @@ def unit_of_rows(
 
 
 def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Count the different tiles, and the visits, of each stretch of `chunk` rows of a head.
+    """Count the distinct tiles and the tile visits of each stretch of `chunk` rows of a head.
 
     Returns:
         The number of different tiles, and the number of visits: int64 [pairs, stretches] each,

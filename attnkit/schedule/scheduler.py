@@ -42,12 +42,13 @@ from attnkit.util.csr import searchsorted_right
 # SMs.
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
-# The Hopper backward on one H200 without a mask, D = 128. A tile is two of its blocks of 64 x 128,
-# fitted over lengths 2048 and 8192; `tile` is what a part of a row takes without its blocks. The
+# The Hopper backward on one H200 without a mask, D = 128, fitted over lengths 2048 and 8192. A tile
+# is two of its blocks of 64 x 128. `tile` is the cost of a part of a row without its blocks. The
 # cost of the mask is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
-# Of the H200's 50 MB: at length 8192, sections of 8 heads were as fast as of 4, of 16 slower.
+# The H200 has 50 MB of L2. At length 8192, sections of 8 heads were as fast as sections of 4 heads,
+# and sections of 16 heads were slower.
 L2_BYTES = 32 << 20
 
 ORDERS = ("longest", "grid", "ascending", "descending", "falling")

@@ -109,7 +109,7 @@ def report(
 
 
 def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
-    """Simulate a schedule, where the worker that is free first takes the next work tile.
+    """Simulate a schedule: the first free worker takes the next work tile of the list.
 
     This takes one heap operation per work tile, about a second for a million.
 

@@ -200,13 +200,13 @@ def _joined(
     places, changes = [], []
     for kind, inside in ((kinds[0], True), (kinds[0], False), (kinds[1], False)):
         for side, sign in zip(ends(kind, inside), (1, -1), strict=True):
-            change = side.new_zeros(side.numel(), 2)  # of rows that cover a column, that touch it
+            change = side.new_zeros(side.numel(), 2)  # in the number of covering, touching rows
             change[:, 0 if inside else 1] = sign
             places.append(side)
             changes.append(change)
     place, order = torch.cat(places).sort()
     counts = torch.cat(changes)[order].cumsum(0)
-    final = torch.ones_like(place, dtype=torch.bool)  # of the changes at a place
+    final = torch.ones_like(place, dtype=torch.bool)  # the last change at each place
     final[:-1] = place[1:] != place[:-1]
     place, counts = place[final], counts[final]
     heights = (rows - place // (length + 1) % some * high).clamp(max=high)

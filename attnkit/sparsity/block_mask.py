@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MOST_DENSE = 1 << 36  # positions of `create_mask`: 64 GiB
 
-# What PyTorch raises where an argument of its BlockMask is wrong.
+# Exceptions that PyTorch raises if an argument of its BlockMask is wrong.
 _REFUSED = (TypeError, ValueError, LookupError, RuntimeError, AssertionError, AttributeError)
 
 

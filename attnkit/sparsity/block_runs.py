@@ -92,7 +92,7 @@ class Runs:
 
 
 def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort segments and merge those that touch, and return the first and last of the result.
+    """Sort segments, merge those that touch, and return the (first, last) of the result.
 
     Args:
         first: int64 [segments], first position of each segment, in any order.

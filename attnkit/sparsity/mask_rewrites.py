@@ -23,7 +23,7 @@ from attnkit.graph.affine import Side, Sides, comparable
 from attnkit.graph.ir import BOOL, I32, Node
 from attnkit.util import caches
 
-# Their product exceeds every difference of two int32 numbers.
+# The product _FAR * _TIMES exceeds every difference of two int32 numbers.
 _FAR, _TIMES = 1 << 30, 16
 
 

@@ -140,7 +140,7 @@ def _runs_by_intervals(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BlockRuns | None:
-    """Classify tiles for a GPU by the kv interval of each row, or return None if there is none.
+    """Classify tiles for a GPU from row intervals, or return None if a row is not one interval.
 
     Every operator on a GPU costs a launch, and its first use costs milliseconds. So the work runs
     on the GPU only if the mask reads data there, or the lengths are large.

@@ -307,7 +307,7 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _distinct(places: Tensor) -> Tensor:
-    """Drop repeated positions of each block, so far as all blocks keep equally many.
+    """Drop repeated positions of each block. All blocks keep the same number of positions.
 
     A mask of hundreds of conditions lists each position of a block many times.
 

@@ -40,7 +40,7 @@ from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
-MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
+MAX_INTERVALS = 4  # per row; with more intervals, evaluating the mask is as cheap
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,12 +72,12 @@ class AscendingPieces:
         self._key: Tensor | None = None
         if self._starts.numel() * self._step < _KEY_LIMIT:
             piece = falls.flatten().cumsum(0) - 1
-            self._key = piece * self._step + (values.flatten() - self._least)  # sorted throughout
+            self._key = piece * self._step + (values.flatten() - self._least)  # sorted everywhere
 
     def between(
         self, first: Tensor | None, stop: Tensor | None, low: Tensor, high: Tensor, limit: int
     ) -> Ends | None:
-        """Return where `first <= value < stop` inside the intervals `low` to `high`.
+        """Return the intervals inside `low` to `high` where `first <= value < stop`.
 
         The result has one interval per piece.
 
@@ -156,7 +156,7 @@ class ValueIndex:
 
 
 def equal_in_order(values: Tensor, target: Tensor) -> Ends | None:
-    """Return where ascending values [b, h, points] equal `target` [b, h, rows, 1].
+    """Return the intervals where ascending values [b, h, points] equal `target` [b, h, rows, 1].
 
     The result is None if the values decrease somewhere. On a GPU these two searches through all
     points are faster than the many operators of `ValueIndex`.

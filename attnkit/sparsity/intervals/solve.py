@@ -216,7 +216,7 @@ class Solver:
     def _divided(
         self, low: Affine | None, high: Affine | None, c: int
     ) -> tuple[Affine | None, Affine | None]:
-        """Return the ends of x that are equivalent to `low <= c * x < high`."""
+        """Return limits (low, high) of x that are equivalent to `low <= c * x < high`."""
         if c < 0:  # 1 - high <= -c * x < 1 - low
             low, high = (None if x is None else _ONE.plus(x.scaled(-1)) for x in (high, low))
         if abs(c) == 1:

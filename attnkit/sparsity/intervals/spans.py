@@ -174,7 +174,7 @@ class SpanAlgebra:
     def _chosen(self, x: Span, y: Span) -> Span | None:
         """Return the union of two spans as `where(gate, x, y)`, or None if no gate selects one.
 
-        A gate does so if it excludes a gate of the other span, or if one span is a whole row.
+        A gate selects one if the other span has its negation, or if one span keeps whole rows.
         """
         common = tuple(g for g in x.gates if g in y.gates)
         opposed = next((g for g in x.gates if negate(g) in y.gates), None)

@@ -94,7 +94,7 @@ class Pairs:
         return torch.zeros_like(may).masked_scatter(may, listed)
 
     def witnesses(self, qi: Tensor, ki: Tensor, lead: Lead) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a (q, kv) position with equal values for each tile, of tiles [n].
+        """Return a (q, kv) position with equal values in each of the tiles [n].
 
         Returns:
             q and kv, int64 [n], and bool [n]: whether the tile is listed.
@@ -152,7 +152,7 @@ class BlockValues:
 
     @staticmethod
     def of(pieces: Iterable[tuple[int, Tensor]], length: int, block: int) -> BlockValues:
-        """Collect the values of consecutive pieces.
+        """Build the `BlockValues` of consecutive pieces of positions.
 
         Args:
             pieces: first position, and int64 values [b or 1, h or 1, positions], of each piece.
