@@ -20,7 +20,7 @@ _GAIN = 0.9  # smaller sections balance load worse, so they must save a tenth of
 def unit_of_rows(
     batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device
 ) -> Tensor:
-    """Return the unit (the group of heads that share tensors) of every work row.
+    """Return the unit index of every work row; a unit is the heads that read the same tensors.
 
     The result is int64 [batch * heads * rows].
 

@@ -208,7 +208,7 @@ def choose(
 
     Raises:
         OptionError: unknown backend.
-        NoKernelError: the backend asks for a GPU kernel and none can run this call here.
+        NoKernelError: the backend requires a GPU kernel and none can run this call here.
     """
     kind, emulated = parse_backend(backend)
     if kind == "eager":
@@ -287,7 +287,7 @@ class NoKernelError(UnsupportedError):
 
 
 def no_kernel_error(backend: str, reason: str) -> NoKernelError:
-    """Build the error for a backend that asks for a GPU kernel where none can run the call."""
+    """Build the error for a backend that requires a GPU kernel if none can run the call."""
     what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
     error = NoKernelError(
         f"backend={backend!r} asks for {what}, and there is none for this call: {reason}. "

@@ -144,9 +144,9 @@ def wrap_around(rows: Rows, workers: int) -> WorkTiles:
 
 
 def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
-    """Keep rows whole as long as they fit their workers' shares; split the others to fill the gaps.
+    """Keep rows whole while they fit their workers' shares, and split the others to fill the gaps.
 
-    The others are laid end to end and cut where the gaps end. That takes fewer cuts than
+    The other rows are laid end to end and cut where the gaps end. That takes fewer cuts than
     `wrap_around`.
 
     Args:

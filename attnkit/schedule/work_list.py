@@ -1,8 +1,8 @@
 """Convert a schedule to the tables that a GPU kernel reads.
 
-A table has a row per work tile, with cursors that visit the kv blocks from the last to the first.
-Scores tend to be largest near the diagonal, so the row maximum is reached early and the output is
-rescaled less often.
+Each work tile has cursors that visit its kv blocks from the last to the first. Scores tend to be
+largest near the diagonal, so the row maximum is reached early and the output is rescaled less
+often.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A row belongs to one (batch, head, block row). A run is a maximal sequence of neighbouring blocks in
 the same state. FULL and PARTIAL runs are separate lists. The format stores both directions: runs of
 kv blocks by query block, and runs of query blocks by kv block. Its size is proportional to the
-boundary of the mask, not to the area: a causal mask has one FULL run per row at any length.
+boundary of the mask, not to the area: rows of a causal mask have at most two runs at any length.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def _check_grid(states: Tensor, q_len: int, kv_len: int, block: tuple[int, int])
 def _block_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the True blocks of each row: counts [..., rows], and indices [..., rows, columns].
 
-    Indices of True blocks come first; both they and the others ascend.
+    In each row the indices of True blocks come first, ascending, and then all others, ascending.
     """
     order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), order.to(torch.int32)

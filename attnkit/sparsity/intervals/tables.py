@@ -196,7 +196,7 @@ class RowTables:
     # --- evaluation
 
     def ends_of(self, spans: Spans) -> Ends:
-        """Return the ends of spans in every row, int64 [b, h, rows, spans], within 0 .. kv_len.
+        """Return the ends of spans in every row, int64 [b, h, rows, spans], clipped to kv_len.
 
         Raises:
             Refusal: an end may leave int32, or there are too many to hold in memory.

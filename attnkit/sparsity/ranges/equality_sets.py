@@ -243,7 +243,7 @@ def _pairs(q: BlockValues, kv: BlockValues, block: tuple[int, int], span: int) -
     q, kv = q.expand(b, h), kv.expand(b, h)
     lengths = q.shape[2], kv.shape[2]
     shape = b, h, -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
-    # one number per value and (b, h): all values lie within one span, so `% span` is unique
+    # one number per value and (b, h): all values are within one span, so `% span` is unique
     kv_key, order = (kv.place // lengths[1] * span + kv.value % span).sort()
     q_key = q.place // lengths[0] * span + q.value % span
     first = torch.searchsorted(kv_key, q_key)

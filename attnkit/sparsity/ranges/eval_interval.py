@@ -2,9 +2,9 @@
 
 An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
-* i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
-  outside int32 is visible. Operations that wrap have all of int32 as their bounds where some of
-  their results wrap and others do not.
+* i32: exact integers in int64. Arguments must be in int32. Results do not wrap, so a result outside
+  int32 is visible. Operations that wrap have all of int32 as their bounds if some of their results
+  wrap and others do not.
 * bool: (must, may): whether the value is True everywhere, whether it may be True somewhere.
 * f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
   is between the ends and not NaN. Basic arithmetic rounds correctly, and correct rounding is
