@@ -77,7 +77,7 @@ _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the head dim to which kernels pad: the smallest of `HEAD_DIMS` that fits `head_dim`."""
+    """Return the smallest of `HEAD_DIMS` that is at least `head_dim`, to which kernels pad."""
     return next(w for w in HEAD_DIMS if head_dim <= w)
 
 
