@@ -1,4 +1,4 @@
-"""Run the command `attnkit`; each of its commands is a module of this package.
+"""Run the command line `attnkit`. Each of its commands is a module of this package.
 
 In: command line arguments. Out: text and an exit status. Nothing imports this room but `__main__`.
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, and run the command that it names.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the arguments; None for the arguments of the process.
 
     Returns:
         Exit status: 0 if all is well, 1 if a check failed, 2 if the command could not run.

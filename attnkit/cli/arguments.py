@@ -1,4 +1,4 @@
-"""Parse arguments that several commands take, and name the exit statuses."""
+"""Parse arguments that several commands take, and define the exit statuses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LENGTH = 1024  # default length for masks of any length, in commands that comput
 
 
 def size(text: str) -> int:
-    """Parse a positive number."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def size_or_range(text: str) -> int | tuple[int, int]:
-    """Parse a positive number, or a range LOW:HIGH."""
+    """Parse a positive integer or a range LOW:HIGH."""
     low, colon, high = text.partition(":")
     if not colon:
         return size(text)
@@ -71,7 +71,7 @@ def device(text: str) -> torch.device:
 
 
 def built_lengths(mask: Any) -> tuple[int | None, int | None]:
-    """Return the query and kv length that a mask was built for; None where any length fits."""
+    """Return the query and kv length that a mask was built for, each None if any length fits."""
     if hasattr(mask, "seq_lengths"):
         return mask.seq_lengths[0], mask.seq_lengths[1]
     if not isinstance(mask, Mask):
@@ -81,14 +81,14 @@ def built_lengths(mask: Any) -> tuple[int | None, int | None]:
 
 
 def lengths(mask: Any, options: argparse.Namespace, default: int) -> tuple[int, int]:
-    """Choose the query and kv length: from the options, else from the mask, else the default."""
+    """Return the query and kv length from the options, else from the mask, else the default."""
     mask_q, mask_kv = built_lengths(mask)
     q_len = options.q_len or mask_q or options.kv_len or mask_kv or default
     return q_len, options.kv_len or mask_kv or q_len
 
 
 def batch_and_heads(options: argparse.Namespace, *functions: Any) -> tuple[int, int]:
-    """Choose batch size and query heads: from the options, else from declared tables, else 1."""
+    """Return batch size and query heads from the options, else from declared tables, else 1."""
     declared = sizes_for(*functions)
     return options.batch or declared.get("b", 1), options.heads or declared.get("h", 1)
 

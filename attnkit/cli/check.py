@@ -59,7 +59,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the variant that the options name, and print the report."""
+    """Check the variant that the options name, print the report, and return the exit status."""
     from attnkit.testing import CheckError, check_variant, load
 
     with _Progress(sys.stderr) as progress:

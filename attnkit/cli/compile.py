@@ -91,7 +91,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile the variant's kernels, and print a line for each kernel and each problem of it."""
+    """Compile the variant's kernels, print a line for each, and return the exit status."""
     from attnkit.testing.load import load
 
     variant = load(options.target)
@@ -146,7 +146,7 @@ def sources(request: Request) -> Sequence[Source]:
 
 
 def compile_all(sources: Sequence[Source]) -> int:
-    """Compile sources, and print a line for each kernel and each problem of it.
+    """Compile sources, and print a line for each kernel and for each problem of a kernel.
 
     Returns:
         Exit status: 1 if a kernel has a problem, such as spilled registers or serialised products,
@@ -173,7 +173,7 @@ def compile_all(sources: Sequence[Source]) -> int:
 
 
 def _lines(kernel: CompiledKernel) -> Iterator[str]:
-    """Format a line for each device function; the first has the compile time of all of them."""
+    """Yield a line for each device function. The first line has the compile time of all of them."""
     seconds = f"{kernel.artifact.seconds:8.2f}"
     shared = _shared(kernel)
     many = len(kernel.stats) > 1
@@ -187,7 +187,7 @@ def _lines(kernel: CompiledKernel) -> Iterator[str]:
 
 
 def _shared(kernel: CompiledKernel) -> dict[str, str]:
-    """Find the shared memory of a CTA for each device function, by running the host code.
+    """Return the shared memory per CTA of each device function, as text, by running the host code.
 
     The result is empty without a C compiler, because the host code cannot run then.
     """

@@ -1,4 +1,4 @@
-"""Say what this machine can run, and why it cannot run the rest: `attnkit doctor`."""
+"""Report what this machine can run, and why it cannot run the rest: `attnkit doctor`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Finding(NamedTuple):
-    """Reports in one line whether something is present, its state, and what to do if it is not."""
+    """Holds the result of one check: whether it passed, what was found, and what to do if not."""
 
     present: bool
     name: str
@@ -56,7 +56,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each finding."""
+    """Print a line for each finding, and return the exit status."""
     found = list(security_findings() if options.security else findings())
     for finding in found:
         print(finding)
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def findings() -> Iterator[Finding]:
-    """Check packages, devices, the compiler, the cache folder and the backends; yield findings."""
+    """Yield findings on packages, devices, the compiler, the cache folder and the backends."""
     yield Finding(True, "attnkit", f"{attnkit.__version__}, Python {platform.python_version()}")
     yield Finding(True, "torch", torch.__version__)
     for look in (_cuda, _dsl, _compiler, _cache):
@@ -77,7 +77,7 @@ def findings() -> Iterator[Finding]:
 
 
 def security_findings() -> Iterator[Finding]:
-    """Say for each folder from which code is loaded who may write there; yield findings."""
+    """Yield findings on who may write to the folders from which code is loaded."""
     from attnkit.jit.disk_cache import default_folder, shared_folder
 
     yield from _writers("cache folder", default_folder(), shared=False)
@@ -90,7 +90,7 @@ def security_findings() -> Iterator[Finding]:
 
 
 def _writers(name: str, folder: Path, *, shared: bool) -> Iterator[Finding]:
-    """Yield who may write to a cache folder, to its entries, and to the folders above it."""
+    """Yield findings on who may write to a cache folder, its entries, and the folders above it."""
     from attnkit.jit import trusted_files
 
     try:
@@ -113,7 +113,7 @@ def _writers(name: str, folder: Path, *, shared: bool) -> Iterator[Finding]:
 
 
 def _reason_above(folder: str) -> str:
-    """Return why a folder above a cache is not trusted; "" if it is, or does not exist."""
+    """Return why a folder above a cache is not trusted, or "" if it is trusted or inaccessible."""
     from attnkit.jit.trusted_files import reason_to_distrust_place
 
     try:
@@ -123,7 +123,7 @@ def _reason_above(folder: str) -> str:
 
 
 def _entries(folder: Path, owners: tuple[int, ...]) -> Finding:
-    """Count the entries of a cache folder that are trusted and those that are not."""
+    """Return a finding with the number of kernels in a cache folder and of those not trusted."""
     from attnkit.jit import trusted_files
 
     bad = []
@@ -140,7 +140,7 @@ def _entries(folder: Path, owners: tuple[int, ...]) -> Finding:
 
 
 def _temporary_files() -> Finding:
-    """Say whether others could replace a file in the folder for temporary files."""
+    """Return a finding on whether others could replace a file in the folder for temporary files."""
     from attnkit.jit.trusted_files import reason_to_distrust_place
 
     name = "temporary files"
@@ -235,7 +235,7 @@ def _cache() -> Finding:
 
 
 def _describe_entries(folder: Path) -> str:
-    """Say how many kernels the cache folder has, and their size."""
+    """Format the number of kernels in the cache folder and their total size."""
     entries = [path.stat().st_size for path in folder.glob("*.kernel")] if folder.exists() else []
     return f"{len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB" if entries else "empty"
 
@@ -250,7 +250,7 @@ def _package(name: str, extra: str, purpose: str) -> Finding:
 
 
 def _backends() -> Iterator[Finding]:
-    """Yield for each backend the plan of a call with bfloat16 and head dim 128, or its error.
+    """Yield a finding for each backend: the plan of a bfloat16 call, head dim 128, or its error.
 
     The call is on a CUDA device if there is one, except for the emulator.
     """

@@ -79,7 +79,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the variant's kernels in the emulator, and print errors and reports."""
+    """Run the variant's kernels in the emulator, print reports, and return the exit status."""
     import torch
 
     from attnkit.jit import emulation
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
 def _inputs(
     options: argparse.Namespace, variant: Variant, sizes: tuple[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Draw random query, key and value of the sizes that the options name."""
+    """Return random query, key and value of the sizes that the options name."""
     import torch
 
     generator = torch.Generator().manual_seed(options.seed)
@@ -126,7 +126,10 @@ def _inputs(
 
 
 def _draw(session: Session, file: Path) -> None:
-    """Print each kernel's timeline, and draw it into a file; files are numbered from the second."""
+    """Print each kernel's timeline, and draw it into a file.
+
+    The files of all kernels but the first have a number in their names.
+    """
     from attnkit.jit.emulator_runs import picture
 
     for number, (name, timeline) in enumerate(session.timelines, 1):

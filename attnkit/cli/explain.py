@@ -1,4 +1,4 @@
-"""Explain what a variant means and how it would run: `attnkit explain`."""
+"""Explain what a variant computes and how it would run: `attnkit explain`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the variant that the options name; draw its schedule if they ask for that."""
+    """Explain the variant that the options name, draw its schedule on request, and return 0."""
     from attnkit.testing.load import load
 
     variant = load(options.target)

@@ -47,7 +47,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the mask of the variant that the options name, and print its counts."""
+    """Draw the mask that the options name, print its counts, and return 0."""
     from attnkit.inspection import picture
     from attnkit.inspection.summary import summarize
     from attnkit.sparsity.block_mask import BlockMask, create_block_mask
@@ -95,7 +95,7 @@ def _refuse_sizes(options: argparse.Namespace) -> None:
 
 
 def _block(text: str) -> tuple[int, int]:
-    """Parse a tile size N, or a pair QUERY,KV."""
+    """Parse a tile size N or a pair QUERY,KV, and return (query, kv) tile sizes."""
     parts = [size(part) for part in text.split(",")]
     if len(parts) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size N or a pair QUERY,KV")
@@ -111,7 +111,7 @@ def _place(text: str) -> tuple[int, int]:
 
 
 def _prints(text: str) -> bool:
-    """Return whether the output's encoding has these characters."""
+    """Return whether the encoding of stdout can represent `text`."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

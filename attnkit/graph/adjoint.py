@@ -1,4 +1,4 @@
-"""Differentiate a score expression in reverse mode; the gradients are expressions too.
+"""Differentiate a score expression in reverse mode. The gradients are graph expressions too.
 
 The rules are those of torch.autograd (`derivatives.yaml`), also at ties and for non-finite values.
 At a tie `max` and `min` give half to each side. `abs` gives 0 at 0. `where` gives exactly 0 to the
@@ -24,7 +24,7 @@ _ZERO = const(0.0)
 
 @dataclass(frozen=True)
 class Adjoint:
-    """Holds the gradients of a score expression, as expressions of its arguments and of `grad`.
+    """Holds the gradients of a score expression as expressions of its arguments and of `grad`.
 
     Attributes:
         dscore: cotangent of the argument `score`.
@@ -52,7 +52,7 @@ class Adjoint:
 
 
 def adjoint(root: Node) -> Adjoint:
-    """Differentiate a score expression.
+    """Return the gradients of a score expression with respect to the score and each float load.
 
     Args:
         root: an f32 expression of score, b, h, q, kv and captured tensors; it must not read `grad`.
@@ -80,7 +80,7 @@ def adjoint(root: Node) -> Adjoint:
 
 
 def _depends(order: Sequence[Node]) -> set[Node]:
-    """Collect the nodes that depend differentiably on the score or on a float load."""
+    """Return the set of nodes that depend differentiably on the score or on a float load."""
     dependent: set[Node] = set()
     for n in order:
         leaf = (n.op == "arg" and n.attr == "score") or (n.op == "load" and n.type == F32)
@@ -136,7 +136,7 @@ def _negated(n: Node, g: Node) -> Node:
 
 
 def _by(factor: Callable[[Node], Node]) -> Rule:
-    """Return a rule that multiplies the cotangent by a function of the node."""
+    """Return the rule that multiplies the cotangent by `factor(node)`."""
     return lambda n, g: _times(g, factor(n))
 
 
@@ -145,7 +145,10 @@ def _other(i: int) -> Rule:
 
 
 def _extreme(i: int) -> Rule:
-    """Return the rule for argument i of max or min.
+    """Return the rule for argument `i` of max or min.
+
+    The selected argument gets the whole cotangent. At a tie each argument gets half. If either
+    argument is NaN, each gets the whole cotangent.
 
     The selected argument gets the whole cotangent. At a tie each argument gets half. If one is NaN,
     each gets the whole.

@@ -1,12 +1,12 @@
-"""Find whether an expression depends on q, on kv or only on q - kv; convert sums to affine form.
+"""Classify expressions as functions of q, kv or q - kv, and convert integer sums to affine form.
 
 An expression over (q, kv) is *one-sided* when it depends on q alone, on kv alone, on the diagonal
-d = q - kv alone, or on neither; b and h count as constants, as they never vary inside a tile. A
-one-sided expression can be tabulated exactly in O(length), which makes classification both exact
-and cheap. Integer sums are brought to affine normal form first, so that terms cancel:
+d = q - kv alone, or on neither. b and h count as constants, because they never vary inside a tile.
+A one-sided expression can be tabulated exactly in O(length), which makes classification both exact
+and cheap. Integer sums are first converted to affine normal form, so that terms cancel:
 `(doc[q] + q) - (doc[q] + kv)` is `q - kv`, which depends on the diagonal.
 
-The affine rules hold for exact integers, so they are valid where no node leaves int32.
+The affine rules hold for exact integers, so they are valid only where no node leaves int32.
 `sparsity.index_bounds.check_bounds` proves that before any use for a mask.
 """
 
@@ -22,7 +22,7 @@ from attnkit.graph.ir import BOOL, I32, Node
 
 
 class Side(enum.Enum):
-    """Says what an expression depends on inside a tile, where b and h are constant."""
+    """Enumerates what an expression can depend on inside a tile, where b and h are constant."""
 
     CONST = "const"
     Q = "q"
@@ -44,19 +44,22 @@ Terms = tuple[tuple[Node, int], ...]
 
 
 class Affine(NamedTuple):
-    """Represents `sum(coefficient * node) + offset`; nodes are distinct, coefficients not zero."""
+    """Represents the integer sum `sum(coefficient * node) + offset`.
+
+    Nodes are distinct and coefficients are not zero.
+    """
 
     terms: Terms
     offset: int
 
     def scaled(self, factor: int) -> Affine:
-        """Multiply by an integer."""
+        """Return the sum multiplied by the integer `factor`."""
         if factor == 0:
             return Affine((), 0)
         return Affine(tuple((n, c * factor) for n, c in self.terms), self.offset * factor)
 
     def plus(self, other: Affine) -> Affine:
-        """Add another sum; terms that cancel disappear."""
+        """Return the sum of `self` and `other` without the terms that cancel."""
         total = dict(self.terms)
         for n, c in other.terms:
             total[n] = total.get(n, 0) + c
@@ -65,13 +68,13 @@ class Affine(NamedTuple):
 
 
 def is_diagonal_pair(terms: Iterable[tuple[Node, int]]) -> bool:
-    """Return whether the terms are exactly `c * q - c * kv`."""
+    """Return whether the terms are exactly `c * q` and `-c * kv` for some c."""
     coefficients = dict(terms)
     return set(coefficients) == {Q, KV} and coefficients[Q] == -coefficients[KV]
 
 
 class Sides:
-    """Computes the side and the affine form of nodes, once per node."""
+    """Computes the `Side` and the `Affine` form of nodes and caches both per node."""
 
     def __init__(self) -> None:
         self._affine: dict[Node, Affine] = {}
@@ -84,26 +87,27 @@ class Sides:
         return self._side[n]
 
     def affine(self, n: Node) -> Affine:
-        """Return the affine form of an i32 node; a node that is not a sum is its only term."""
+        """Return the affine form of an i32 node. A node that is not a sum becomes its only term."""
         self._visit(n)
         return self._affine[n]
 
     def difference(self, comparison: Node) -> Affine:
-        """Return `left - right` of an i32 comparison."""
+        """Return the affine form of `left - right` for a comparison of two i32 nodes."""
         left, right = comparison.args
         return self.affine(left).plus(self.affine(right).scaled(-1))
 
     def join(self, nodes: Iterable[Node]) -> Side:
-        """Combine the sides of a function's arguments, without regard to terms that cancel."""
+        """Return the side of a function of `nodes`, without considering terms that cancel."""
         sides = {self.side(n) for n in nodes} - {Side.CONST}
         if not sides:
             return Side.CONST
         return sides.pop() if len(sides) == 1 else Side.MIXED
 
     def alone(self, n: Node) -> Node:
-        """Rewrite a one-sided node so that it reads its own side only.
+        """Rewrite a one-sided node so that it reads only the argument of its side.
 
-        Terms that cancel are dropped. On the diagonal, arg `q` of the result stands for d = q - kv.
+        Terms that cancel are dropped. For a node on the diagonal, argument `q` of the result stands
+        for d = q - kv.
         """
         side = self.side(n)
         if side is Side.MIXED:
@@ -125,7 +129,7 @@ class Sides:
 
     def _visit(self, root: Node) -> None:
         stack = [root]
-        while stack:  # not `ir.topo`: what is below a known node is known
+        while stack:  # not `ir.topo`: the arguments of a visited node have been visited too
             n = stack[-1]
             missing = [] if n in self._side else [a for a in n.args if a not in self._side]
             if missing:
@@ -190,12 +194,12 @@ class Sides:
         sums = self._sum_under(m)
         if sums is None:
             raise AssertionError(f"{m.op} is one-sided but no sum")
-        # Of a comparison, terms with a negative coefficient stay on the right: the difference of two
-        # numbers in int32 need not be in int32.
+        # Terms of a comparison that have a negative coefficient stay on the right, because the
+        # difference of two int32 numbers may leave int32.
         sides: tuple[list[Node], list[Node]] = ([], [])
         for n, c in sums.terms:
             if n is KV and self._side[m] is Side.DIAGONAL:
-                continue  # c * q - c * kv = c * d, and d is written q
+                continue  # c * q - c * kv = c * d, and q stands for d
             right = m.type != I32 and c < 0
             factor = ir.const(-c if right else c)
             sides[right].append(ir.node("mul", ir.substitute(n, replaced), factor))

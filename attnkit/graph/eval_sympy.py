@@ -1,4 +1,4 @@
-"""Convert the graph to sympy, for formulas that people read and derivatives that tests compare.
+"""Convert expressions to sympy, for readable formulas and for derivatives that tests compare.
 
 Nothing here calls `sympy.simplify`, which takes seconds on a softcap. Importing this module does
 not import sympy; the functions do.
@@ -19,7 +19,7 @@ _SHORT = 6  # significant digits up to which a constant is shown as a fraction
 
 
 def to_sympy(root: Node, names: Sequence[str] = ()) -> Any:
-    """Convert an expression to sympy.
+    """Convert an expression of the graph to a sympy expression.
 
     Args:
         root: the expression.
@@ -38,7 +38,7 @@ def to_sympy(root: Node, names: Sequence[str] = ()) -> Any:
 
 
 def symbol(name: str) -> Any:
-    """Return the symbol of an argument: score and grad are real, b, h, q and kv integers >= 0."""
+    """Return the sympy symbol of an argument: b, h, q and kv are integers >= 0, all others real."""
     import sympy
 
     if name in _NOT_NEGATIVE:
@@ -47,7 +47,7 @@ def symbol(name: str) -> Any:
 
 
 def derivative(root: Node, names: Sequence[str] = ()) -> Any:
-    """Differentiate a score expression with respect to the score.
+    """Return the sympy derivative of a score expression with respect to the score.
 
     `floor` and conversions to integer have derivative 0.
     """
@@ -55,7 +55,7 @@ def derivative(root: Node, names: Sequence[str] = ()) -> Any:
 
 
 def describe(root: Node, names: Sequence[str] = (), *, width: int = 100) -> str:
-    """Format an expression as a formula; for a score, add its derivative by the score.
+    """Format an expression as a formula, and its derivative by the score if it is not bool.
 
     Args:
         root: the expression.
@@ -115,7 +115,10 @@ def _number(value: Any) -> Any:
 
 @functools.cache
 def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
-    """Return a real-valued function that sympy does not interpret; its derivative is `slope`."""
+    """Return a subclass of `sympy.Function` that stays unevaluated and has derivative `slope`.
+
+    Its values are real, and integers if `integer` is set.
+    """
     import sympy
 
     def fdiff(self: Any, argindex: int = 1) -> Any:
@@ -127,7 +130,10 @@ def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
 
 @functools.cache
 def _stepwise(name: str) -> Any:
-    """Return sympy's floor or Mod (of integers) with derivative 0; sympy's own has none."""
+    """Return a subclass of sympy's `floor` or `Mod` whose derivative is 0.
+
+    The derivative is right for `floor`, and for `Mod` of integers. sympy defines none for its own.
+    """
     import sympy
 
     return type(name, (getattr(sympy, name),), {"_eval_derivative": lambda self, s: sympy.S.Zero})
@@ -197,7 +203,7 @@ def _at_most(n: Node, a: Any, b: Any) -> Any:
 
 @functools.cache
 def _operations() -> dict[str, Callable[..., Any]]:
-    """Return the conversion of each op: a function of the node and its converted arguments."""
+    """Return the conversion function of each op; it takes the node and its converted arguments."""
     import sympy as s
 
     floor = _stepwise("floor")

@@ -35,7 +35,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "fdiv": _floor_divide,
     "mod": torch.remainder,
     "tdiv": _trunc_divide,
-    "wrap_add": torch.add,  # integers of torch wrap
+    "wrap_add": torch.add,  # torch's integers wrap
     "wrap_sub": torch.sub,
     "wrap_mul": torch.mul,
     "wrap_neg": torch.neg,
@@ -70,17 +70,21 @@ _OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def mask_dtype(root: Node, tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype in which a mask's floats are computed, whatever the dtype of the query.
+    """Return the dtype in which a mask's floats are computed: float32 or float64.
 
     It is float64 if the mask reads a float64 tensor or torch computes one of its floats in float64.
-    Then roundings to float32 in the graph mark what torch computes in float32.
+    Roundings to float32 in the graph then mark what torch computes in float32. The dtype of the
+    query does not matter.
     """
     wide = computes_float64(root) or any(t.dtype == torch.float64 for t in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def computes_float64(root: Node) -> bool:
-    """Return whether torch rounds some result of a mask to float64, not only reads float64."""
+    """Return whether torch would round the result of some operation in `root` to float64.
+
+    A load from a float64 tensor alone does not count.
+    """
     return any(n.op == "round" and n.attr == "float64" for n in ir.topo(root))
 
 
@@ -95,7 +99,7 @@ def evaluate(
     names: Sequence[str] = (),
     clamps: bool = False,
 ) -> list[Tensor]:
-    """Evaluate expressions.
+    """Evaluate the expressions `roots` with torch operators.
 
     Args:
         roots: the expressions.
@@ -106,8 +110,9 @@ def evaluate(
         memo: node -> value, for values that are already computed; receives all others.
         checked: loads whose index is not proven to be in range; each is checked.
         names: names of the captured tensors by slot, for messages.
-        clamps: whether to clamp an index that depends on captured data to its tensor. A proof that
-            it is in range may be older than the data on a GPU, where such an index ends the process.
+        clamps: whether to clamp indices that depend on captured data to the range of their tensor.
+            Data on a GPU may have changed since its indices were proven in range, and there an
+            index out of range ends the process.
 
     Returns:
         One tensor per root, in its broadcast shape, not expanded.
@@ -145,7 +150,13 @@ def evaluate(
 
 
 def clamped(n: Node, index: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
-    """Clamp the indices of a load that depend on captured data; negative ones count from the end."""
+    """Clamp those indices of a load that depend on captured data to the range of its tensor.
+
+    Args:
+        n: the load.
+        index: its indices, one tensor per dimension. Negative ones count from the end.
+        shape: shape of the tensor that it loads from.
+    """
     return [
         at.clamp(-size, size - 1) if ir.slots(a) else at
         for a, at, size in zip(n.args, index, shape, strict=True)
@@ -167,7 +178,7 @@ def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -
 
 
 def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Build the index arguments b, h, q, kv: int32 tensors that broadcast to [B, H, Sq, Skv]."""
+    """Return the index arguments b, h, q, kv as int32 tensors that broadcast to [B, H, Sq, Skv]."""
     return {
         name: torch.arange(n, dtype=torch.int32, device=device).view(
             [n if axis == at else 1 for axis in range(4)]

@@ -2,8 +2,8 @@
 
 Nodes are interned: two nodes with the same operation, type, attribute and arguments are the same
 object. So equality is identity, common subexpressions are shared, and a root node is a cache key.
-This module knows no tensors; `eval_torch`, `eval_sympy`, `attnkit.sparsity.ranges` and
-`attnkit.codegen` evaluate the graph.
+This module does not compute values. `eval_torch`, `eval_sympy`, `attnkit.sparsity.ranges` and
+`attnkit.codegen` evaluate or translate the graph.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _LETTERS: dict[str, tuple[Type, ...]] = {
 
 
 class Node:
-    """Represents one operation of the graph, or a leaf; immutable.
+    """Represents one operation or leaf of the expression graph. Nodes are immutable.
 
     Create nodes with `node`, `const`, `arg` and `load`, which intern them.
 
@@ -153,7 +153,7 @@ def arg(name: str) -> Node:
 
 
 def const(value: bool | int | float) -> Node:
-    """Return the node of a constant; its type follows the Python type of the value."""
+    """Return the node of a constant. Python bool, int and float give type bool, i32 and f32."""
     if isinstance(value, bool):
         return _intern("const", BOOL, (), value)
     if isinstance(value, int):
@@ -172,7 +172,7 @@ def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
 
 
 def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Node:
-    """Check the argument types of an operation and return its node.
+    """Return the node of an operation after checking the types of its arguments.
 
     Args:
         op: a key of `SIGNATURES`.
@@ -196,7 +196,7 @@ def node(op: str, *args: Node, attr: Attr = None, to: Type | None = None) -> Nod
 
 
 def topo(*roots: Node) -> list[Node]:
-    """List all nodes that the roots depend on, arguments before users, in a fixed order."""
+    """Return all nodes that the roots depend on, arguments before users, in a fixed order."""
     return list(_topo(roots))
 
 
@@ -218,7 +218,7 @@ def _topo(roots: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def clear_caches() -> None:
-    """Forget the node orders that `topo` has computed; nodes stay interned."""
+    """Clear the cache of `topo`. Nodes stay interned."""
     _topo.cache_clear()
 
 
@@ -228,17 +228,17 @@ def reads(*roots: Node) -> frozenset[str]:
 
 
 def slots(*roots: Node) -> tuple[int, ...]:
-    """Return the slots of the captured tensors that the roots load from, ascending."""
+    """Return the slots of the captured tensors that the roots load from, in ascending order."""
     return tuple(sorted({int(n.attr) for n in topo(*roots) if n.op == "load"}))  # type: ignore[arg-type]
 
 
 def with_args(n: Node, args: tuple[Node, ...]) -> Node:
-    """Return the node with other arguments of the same types."""
+    """Return `n` with its arguments replaced by `args`, which must have the same types."""
     return n if args == n.args else _intern(n.op, n.type, args, n.attr)
 
 
 def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
-    """Replace some nodes of an expression by others of the same type."""
+    """Return `root` with every node in `mapping` replaced by its value, a node of the same type."""
     done: dict[Node, Node] = dict(mapping)
     for n in topo(root):
         if n not in done:
@@ -248,7 +248,7 @@ def substitute(root: Node, mapping: dict[Node, Node]) -> Node:
 
 
 def renumber(root: Node, slot: Callable[[int], int]) -> Node:
-    """Replace the slot of every load by `slot(old slot)`."""
+    """Return `root` with the slot `s` of every load replaced by `slot(s)`."""
     done: dict[Node, Node] = {}
     for n in topo(root):
         args = tuple(done[a] for a in n.args)
@@ -258,7 +258,7 @@ def renumber(root: Node, slot: Callable[[int], int]) -> Node:
 
 
 def text(*roots: Node) -> str:
-    """Write a graph as canonical one-line text; `parse` reads it back to the same nodes.
+    """Serialize a graph as canonical one-line text, from which `parse` returns the same nodes.
 
     Equal texts mean equal graphs, so the text can be stored, hashed and sent to other processes.
     """
@@ -285,7 +285,7 @@ def parse_all(source: str) -> tuple[Node, ...]:
 
 
 def parse(source: str) -> Node:
-    """Parse the output of `text` for one root."""
+    """Parse the output of `text` for one root and return the root."""
     (root,) = parse_all(source)
     return root
 

@@ -21,7 +21,7 @@ FALSE = const(False)
 
 
 def cast(n: Node, to: Type) -> Node:
-    """Convert a node to a type; float to int truncates, anything to bool is `!= 0`."""
+    """Cast a node to type `to`. Float to int truncates, and any type to bool is `!= 0`."""
     if n.type == to:
         return n
     if n.op == "const":
@@ -38,7 +38,7 @@ def cast(n: Node, to: Type) -> Node:
 
 
 def promote(*nodes: Node, least: Type = BOOL) -> tuple[Node, ...]:
-    """Cast all nodes to their common type, bool < i32 < f32, but at least `least`."""
+    """Cast all nodes to the largest of their types and `least`, where bool < i32 < f32."""
     to = _ORDER[max(_RANK[least], *(_RANK[n.type] for n in nodes))]
     return tuple(cast(n, to) for n in nodes)
 
@@ -53,7 +53,9 @@ def negate(n: Node) -> Node:
 
 
 def build(op: str, *args: Node) -> Node:
-    """Build a simplified node; promote the arguments as torch promotes scalars.
+    """Build the simplified node of an operation.
+
+    The arguments are promoted as torch promotes scalars.
 
     Args:
         op: a key of `ir.SIGNATURES` except cast and round, or a derived comparison: "gt", "ge" or
@@ -85,7 +87,7 @@ def build(op: str, *args: Node) -> Node:
 
 
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
-    """Fold constants; return None unless Python computes exactly what int32 or float32 would."""
+    """Fold an operation on constants, or return None if Python might not give the exact result."""
     if op == "where":
         return args[1] if args[0].attr else args[2]
     if op in _FOLD_ANY or (args[0].type != F32 and op in _FOLD_INT):
@@ -102,7 +104,7 @@ def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
 
 
 def int32(value: int) -> int:
-    """Return an integer modulo 2**32, in int32."""
+    """Return `value` modulo 2**32 as a signed int32 number."""
     return (value + 2**31) % 2**32 - 2**31
 
 

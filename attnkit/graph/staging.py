@@ -1,9 +1,9 @@
-"""Classify the nodes of an expression by level, so that kernels compute each as rarely as possible.
+"""Assign to each node of an expression the level (head, row, column, ...) at which it is computed.
 
-Each node gets the smallest level at which it is known. A template computes head values once per
-head, row values once per query tile, column values once per kv tile, relative values once per
-distance, and element values per score. `linear` splits a score_mod that is linear in the score into
-`score * factor + bias`.
+Each node gets the lowest level at which its value is known. A template computes head values once
+per head, row values once per query tile, column values once per kv tile, relative values once per
+distance, and element values once per score. `linear` splits a score_mod that is linear in the score
+into `score * factor + bias`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attnkit.graph.simplify import build
 
 
 class Level(StrEnum):
-    """Says what a value depends on, from nothing to everything.
+    """Enumerates the levels at which kernels compute values, by the indices that a value needs.
 
     It is a string enum because templates compare the levels that hooks report, without importing
     the graph.
@@ -37,7 +37,7 @@ _READS = {Level.HEAD: _HEAD, Level.ROW: _HEAD | {"q"}, Level.COLUMN: _HEAD | {"k
 
 
 def level_of(n: Node) -> Level:
-    """Return the smallest level at which an expression is known."""
+    """Return the lowest level at which the value of an expression is known."""
     if n.op == "const":
         return Level.CONSTANT
     names = ir.reads(n)
@@ -48,7 +48,7 @@ def level_of(n: Node) -> Level:
 
 
 def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
-    """Return the values that a kernel computes once for several scores, by level.
+    """Return, by level, the sub-expressions that a kernel computes once for several scores.
 
     These are the largest sub-expressions below the element level that a value of another level
     uses, and the roots below the element level. Arguments and constants are left out.
@@ -69,7 +69,7 @@ def hoisted(roots: Sequence[Node]) -> dict[Level, tuple[Node, ...]]:
 
 
 def index_level(load: Node) -> Level:
-    """Return the smallest level at which all indices of a load are known."""
+    """Return the lowest level at which all indices of a load are known."""
     levels = {level_of(n) for n in load.args} - {Level.CONSTANT, Level.HEAD}
     if not levels:
         return Level.HEAD
@@ -93,7 +93,7 @@ def is_relative(n: Node) -> bool:
 
 
 def _coefficients(n: Node) -> tuple[int, int] | None:
-    """Return the coefficients of q and kv in an integer sum; None if it uses them otherwise."""
+    """Return the coefficients of q and kv in `n`, or None if they occur outside of integer sums."""
     if n.op == "arg" and n.attr in ("q", "kv"):
         return (1, 0) if n.attr == "q" else (0, 1)
     names = ir.reads(n)
@@ -112,7 +112,7 @@ def _coefficients(n: Node) -> tuple[int, int] | None:
 
 
 class Staging(NamedTuple):
-    """Lists the levels of all nodes of one expression.
+    """Holds the level of every node of one expression.
 
     Attributes:
         root: the expression.
@@ -125,7 +125,7 @@ class Staging(NamedTuple):
     hoisted: dict[Level, tuple[Node, ...]]
 
     def operations(self, level: Level) -> int:
-        """Count the operations (without leaves) that run at a level."""
+        """Return the number of operations at `level`, without arguments and constants."""
         leaves = ("arg", "const")
         return sum(lv is level and n.op not in leaves for n, lv in self.levels.items())
 
@@ -144,7 +144,7 @@ class Staging(NamedTuple):
 
 
 def stage(root: Node) -> Staging:
-    """Assign its level to every node of an expression."""
+    """Compute the level of every node of an expression, and its hoisted values."""
     levels = {n: level_of(n) for n in ir.topo(root)}
     return Staging(root, levels, hoisted([root]))
 
@@ -161,7 +161,7 @@ def linear(root: Node) -> Linear | None:
 
     `where(c, score + x, -inf)` is not split: as a sum it would let a NaN score through.
     """
-    parts: dict[Node, Linear | None] = {}  # of the nodes that read the score
+    parts: dict[Node, Linear | None] = {}  # for each node that reads the score
     for n in ir.topo(root):
         if n.op == "arg" and n.attr == "score":
             parts[n] = Linear(const(1.0), const(0.0))

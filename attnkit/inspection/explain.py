@@ -49,7 +49,7 @@ from attnkit.util.devices import resolve_device
 
 @dataclass(frozen=True)
 class Explanation:
-    """Holds the result of `explain`; `str` gives the report.
+    """Holds the result of `explain`; `str` formats it as a report.
 
     Attributes:
         score: the traced score_mod; None if the score is not changed.
@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def staging(self) -> str:
-        """Say how often each part is computed: once per head, row, column or element."""
+        """Format how often kernels compute each part: once per head, row, column or element."""
         parts = []
         for traced in (self.score, self.mask):
             if traced is not None:
@@ -112,7 +112,7 @@ class Explanation:
 
     @property
     def tiles(self) -> str:
-        """Count empty, partial and full tiles, and give the share that is computed."""
+        """Format the counts of empty, partial and full tiles, and the share that is computed."""
         if self.runs is None:
             return "all tiles full (no mask)"
         empty, partial, full = self.runs.counts()
@@ -141,14 +141,14 @@ class Explanation:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Simulate the schedule; None if that would take too long."""
+        """Return the simulated schedules, or None if simulating them would take too long."""
         batch, heads, _, _ = self.lengths
         runs = self._tiles
         return forecast(runs, batch=batch, heads=heads, head_dim=self.head_dim, sms=self.sms)
 
     @property
     def schedule(self) -> str:
-        """Describe the predicted schedule, against the bound and grid order, and what clears dQ."""
+        """Format the predicted schedules, with bound and grid order, and how dQ is initialized."""
         forecast = self.forecast
         if forecast is None:
             return "not simulated: more than a million rows of tiles"
@@ -159,7 +159,7 @@ class Explanation:
 
     @property
     def _tiles(self) -> BlockRuns:
-        """Return the mask's tiles as runs; without a mask, all tiles are full."""
+        """Return the runs of the mask's tiles. Without a mask, all tiles are FULL."""
         if self.runs is not None:
             return self.runs
         _, _, q_len, kv_len = self.lengths
@@ -169,7 +169,7 @@ class Explanation:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Describe roles, registers and memory of the forward kernel.
+        """Return the roles, registers and memory of the forward kernel.
 
         Raises:
             ArgumentError: no architecture was named.
@@ -187,13 +187,13 @@ class Explanation:
 
     @functools.cached_property
     def _kernel(self) -> tuple[tuple[int, int], str]:
-        """Choose rows and columns of the forward kernel's blocks; return them and the reason."""
+        """Return the block size (rows, columns) of the forward kernel, and the reason for it."""
         dims, q_len = (self.head_dim, self.head_dim), self.lengths[2]
         return forward_block(self.plan.template, self._program, dims, self.runs, q_len)
 
     @functools.cached_property
     def block_clocks(self) -> BlockClocks:
-        """Predict clocks of the forward kernel, by executing it in the emulator for some seconds.
+        """Predict the clocks of the forward kernel by running it in the emulator for some seconds.
 
         Raises:
             ArgumentError: no architecture was named.
@@ -206,7 +206,7 @@ class Explanation:
 
     @functools.cached_property
     def backward_block_clocks(self) -> BlockClocks:
-        """Predict clocks of the backward's main kernel, as `block_clocks` does for the forward."""
+        """Predict the clocks of the backward's main kernel by running it in the emulator."""
         dims = self.head_dim, self.head_dim
         block = backward_block(self.plan.template, self._program, dims, self._tiles)
         variant, target = self._subject
@@ -250,7 +250,7 @@ class Explanation:
         return f"{text}: {rate:.0f} TFLOP/s of the unmasked scores ({gpu.peak:.0f} peak)"
 
     def _simulated(self, backward: bool) -> Direction:
-        """Simulate the schedule of the architecture's kernel, with predicted clocks as costs."""
+        """Simulate the schedule of the architecture's kernel with the predicted clocks as costs."""
         batch, heads, q_len, kv_len = self.lengths
         clocks = self.backward_block_clocks if backward else self.block_clocks
         sizes = {"batch": batch, "heads": heads, "head_dim": self.head_dim}
@@ -266,7 +266,7 @@ class Explanation:
         return forecast_backward(runs, **sizes, cost=clocks.cost)
 
     def _count_unmasked(self) -> int | None:
-        """Count the unmasked scores, over batch and heads; None if that takes too long."""
+        """Count the unmasked scores over batch and heads, or return None if that takes too long."""
         batch, heads, q_len, kv_len = self.lengths
         if self.mask is None or self.runs is None or self.variant is None:
             return batch * heads * q_len * kv_len
@@ -279,14 +279,14 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """Describe the architecture's forward kernel: roles, memory, clocks, predicted speed."""
+        """Format the blocks, roles, memory, clocks and predicted speed of the forward kernel."""
         (rows, columns), why = self._kernel
         chosen = f"blocks of {rows} x {columns}: {why}"
         return f"{chosen}\n{self.layout}\n{self.block_clocks}\n{self.rate()}"
 
     @property
     def backward_kernel(self) -> str:
-        """Describe the main kernel of the architecture's backward: clocks, predicted speed."""
+        """Format the clocks and the predicted speed of the backward's main kernel."""
         return f"{self.backward_block_clocks}\n{self.rate(backward=True)}"
 
     def __str__(self) -> str:
@@ -310,10 +310,10 @@ def _indent(text: str) -> str:
 
 
 def _target(arch: str | None, backend: str) -> Target | None:
-    """Return the target of an architecture that the caller named, None if none was.
+    """Return the target of the architecture `arch`, or None if `arch` is None.
 
     Raises:
-        ArgumentError: it is no string.
+        ArgumentError: `arch` is no string.
         UnsupportedError: there is no kernel for the architecture.
         OptionError: the caller chose a backend too.
     """
@@ -345,7 +345,7 @@ def explain(
     sms: int | None = None,
     arch: str | None = None,
 ) -> Explanation:
-    """Explain what a variant means and how it would run; computes no attention.
+    """Explain what a variant computes and how it would run, without computing attention.
 
     >>> from attnkit import explain, masks
     >>> explanation = explain(lambda s, b, h, q, kv: s / 2, masks.causal(), q_len=512)
@@ -367,13 +367,13 @@ def explain(
         kernel_options: see `flex_attention`.
         backend: see `flex_attention`.
         dtype: of query, key and value.
-        sms: number of SMs of the predicted schedule; None for those of the GPU that `arch` names,
-            an H200 or a B200, and of an H200 without `arch`.
+        sms: number of SMs of the predicted schedule. None takes the number of SMs of the GPU with
+            architecture `arch`, an H200 or a B200, or of an H200 if there is no such GPU.
         arch: predict the kernel for this architecture, such as "sm_100a". Printing the explanation
             then executes a tile of the kernel in the emulator, which takes up to a minute.
 
     Returns:
-        The explanation; print it.
+        The explanation. Print it to read the report.
 
     Raises:
         What flex_attention would raise for these functions and lengths.
@@ -413,7 +413,7 @@ def explain(
 def _without_memory(
     shape: tuple[int, int, int, int], head_dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Create a query and a key that have shapes only: expanded tensors take no memory.
+    """Return a query and a key as expanded tensors, which take no memory.
 
     Args:
         shape: batch, heads, query length and kv length.

@@ -1,4 +1,4 @@
-"""Write matplotlib figures to files, with the same bytes for the same figure."""
+"""Write matplotlib figures to files. The same figure gives the same bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Check that a picture's path ends in .png or .svg, and return it as a `Path`.
+    """Check that the path of a picture ends in .png or .svg, and return it as a `Path`.
 
     Raises:
-        ArgumentError: it is no path.
+        ArgumentError: `path` is no path.
         OptionError: the suffix is neither .png nor .svg.
     """
     if not isinstance(path, str | os.PathLike):

@@ -1,7 +1,6 @@
-"""Predict the time of a mask's schedule on a GPU, against a lower bound and grid order.
+"""Predict the time of a mask's schedule on a GPU, and compare it with a bound and with grid order.
 
-Nothing is measured. The cost model of `attnkit.schedule.scheduler` says how many cycles a work tile
-takes.
+Nothing is measured. The cost model of `attnkit.schedule.scheduler` gives the cycles of a work tile.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from attnkit.schedule.simulator import Timeline, simulate
 from attnkit.schedule.split_kv import Cost
 from attnkit.sparsity.block_runs import BlockRuns
 
-HOPPER_SMS = 132  # of an H100 SXM or an H200
-MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # for which the costs were measured
+HOPPER_SMS = 132  # SMs of an H100 SXM or an H200
+MODEL_BLOCK, MODEL_HEAD_DIM = (128, 128), 128  # sizes for which the costs were measured
 _MOST_ROWS = 1 << 20
 
 
@@ -44,7 +43,10 @@ class Gpu:
 
     @property
     def clock(self) -> float:
-        """Return the clock in GHz at which the peak holds; under load it may be lower."""
+        """Return the clock in GHz at which the tensor cores reach `peak`.
+
+        Under load the clock may be lower.
+        """
         from attnkit.jit.emulator_runs import rates_of
 
         return self.peak * 1e3 / (self.sms * rates_of(self.arch).tensor)
@@ -62,7 +64,7 @@ GPUS = {
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """Compares two simulated schedules of a forward or of a backward.
+    """Holds two simulated schedules of a forward or of a backward: the best one and grid order.
 
     Attributes:
         schedule, timeline: longest work tiles first, long rows split along KV where that pays.
@@ -76,7 +78,7 @@ class Direction:
 
     @property
     def bound(self) -> float:
-        """Return the cycles that any schedule of these work tiles takes at least."""
+        """Return a lower bound of the cycles of any schedule of these work tiles."""
         return self.schedule.bound
 
     def __str__(self) -> str:
@@ -94,7 +96,7 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Predicts the forward and the backward of a mask on a number of SMs.
+    """Holds the predicted forward and backward schedules of a mask on `sms` SMs.
 
     Attributes:
         sms: number of streaming multiprocessors, one persistent CTA each.
@@ -168,7 +170,7 @@ def forecast_backward(
 def _direction(
     make: Callable[..., Schedule], runs: BlockRuns, shape: Shape, sms: int, cost: Cost
 ) -> Direction:
-    """Simulate the best schedule and the one in grid order."""
+    """Build and simulate the best schedule and the schedule in grid order."""
     best = make(runs, shape, workers=sms, cost=cost)
     grid = make(runs, shape, workers=sms, cost=cost, order="grid", split=False)
     return Direction(best, simulate(best), grid, simulate(grid))

@@ -1,4 +1,4 @@
-"""Draw masks: which tiles are empty, partial or full, and the runs that they form.
+"""Draw masks: which tiles are empty, partial or full, and the runs of tiles.
 
 `show` returns text for a terminal. `save` writes a PNG or SVG file, and needs matplotlib.
 """
@@ -65,8 +65,8 @@ def show(
     tiles: 6 full, 4 partial, 14 empty; 41.7% computed
     runs: 3 full, 4 partial; at most 2 in a row of tiles
 
-    If a character stands for several tiles, its shade shows the share that they keep. A partial
-    tile counts as half.
+    If a character stands for several tiles, its shade shows the share that these tiles keep, where
+    a partial tile counts as half.
 
     Args:
         mask: a mask_mod, a Mask, or a BlockMask, whose own sizes are used.
@@ -84,7 +84,7 @@ def show(
 
     Raises:
         ArgumentError: a size is missing.
-        OptionError: a size is not a positive int, or `at` is outside.
+        OptionError: a size is not a positive int, or `at` is out of range.
         What `create_block_mask` raises for this mask.
     """
     check_size("width", width)
@@ -156,7 +156,7 @@ def _block_mask(
     block: int | tuple[int, int],
     device: torch.device | str | None,
 ) -> BlockMask:
-    """Return a BlockMask as it is, and build one from any other mask."""
+    """Return `mask` if it is a BlockMask, and otherwise build a BlockMask from it."""
     if isinstance(mask, BlockMask):
         return mask
     if q_len is None:
@@ -166,7 +166,7 @@ def _block_mask(
 
 
 def _checked_at(at: tuple[int, int], blocks: BlockMask) -> tuple[int, int]:
-    """Check that the mask has this batch entry and head."""
+    """Check that the mask has the batch entry and head `at`, and return them."""
     if not isinstance(at, tuple | list) or [type(n) for n in at] != [int, int]:
         raise OptionError(f"at must be a pair (batch entry, head), got {shown(at)}")
     for name, index, size in zip(("batch entry", "head"), at, blocks.shape[:2], strict=True):
@@ -182,7 +182,10 @@ def _name(mask: Callable[..., Any] | BlockMask) -> str:
 
 
 def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
-    """Choose the rows and columns of characters; a character is about twice as high as wide."""
+    """Choose the rows and columns of characters for the text map of a mask.
+
+    A character is about twice as high as wide.
+    """
     columns = runs.kv_blocks
     columns = 2 * columns if 2 * columns <= width else min(columns, width)
     rows = round(columns / 2 * runs.q_len / runs.kv_len)
@@ -190,7 +193,7 @@ def _text_size(runs: BlockRuns, width: int) -> tuple[int, int]:
 
 
 def _framed(lines: list[str], last_q: int, last_kv: int) -> list[str]:
-    """Frame the map, and label its sides with the first and last position where there is room."""
+    """Frame the map, and label its sides with the first and the last position if there is room."""
     width, edge = len(lines[0]), len(str(last_q))
     ticks = ["0", *[""] * (len(lines) - 2), str(last_q)][: len(lines)]
     body = [f"{tick:>{edge}} |{line}|" for tick, line in zip(ticks, lines, strict=True)]
@@ -200,7 +203,7 @@ def _framed(lines: list[str], last_q: int, last_kv: int) -> list[str]:
 
 
 def _key(runs: BlockRuns, rows: int, columns: int, shades: str) -> str:
-    """Explain the characters of the map in one line."""
+    """Return the legend of the map's characters, one line of text."""
     if rows == runs.q_blocks and columns % runs.kv_blocks == 0:
         return f"{shades[0]} empty  {shades[2]} partial  {shades[4]} full"
     height, width = runs.q_blocks / rows, runs.kv_blocks / columns
@@ -211,14 +214,16 @@ def _key(runs: BlockRuns, rows: int, columns: int, shades: str) -> str:
 
 
 def _level(share: float) -> int:
-    """Return the index of the shade for a share; only exactly 0 and 1 have the outer shades."""
+    """Return the shade index, 0 to 4, of a share. Only exactly 0 and 1 give 0 and 4."""
     if share in (0.0, 1.0):
         return 4 * int(share)
     return 1 if share < 1 / 3 else 2 if share < 2 / 3 else 3
 
 
 def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
-    """Compute the share that the tiles of each cell of a grid keep; a partial tile counts half.
+    """Compute, for each cell of a grid, the share of its tiles that the mask keeps.
+
+    A PARTIAL tile counts as half.
 
     Args:
         runs: the tiles of all batch entries and heads.
@@ -226,7 +231,7 @@ def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Ten
         rows, columns: number of cells, which may be more or fewer than the tiles.
 
     Returns:
-        float64 [rows, columns]; 0 only where nothing is kept, 1 only where everything is.
+        float64 [rows, columns]. A share is 0 only if nothing is kept, 1 only if everything is.
     """
     cells = torch.zeros(rows, columns, dtype=torch.float64)
     tops = [(runs.q_blocks * i // rows, -(-runs.q_blocks * (i + 1) // rows)) for i in range(rows)]
@@ -286,7 +291,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _positions(blocks: BlockMask) -> Tensor | None:
-    """Compute the dense mask, bool [b, h, q, kv] on the CPU; None if it is too large to draw."""
+    """Compute the dense mask, bool [b, h, q, kv] on the CPU, or None if it is too large to draw."""
     _, _, q_len, kv_len = blocks.shape
     runs = blocks.runs
     if q_len * kv_len * min(runs.batch * runs.heads, _MOST_PANELS) > _MOST_POSITIONS:
@@ -356,7 +361,7 @@ def _bars(axes: Axes, runs: BlockRuns, kinds: list[Runs]) -> None:
 
 
 def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
-    """Draw the shares that tiles keep as an image, whose pixels may stand for several tiles."""
+    """Draw the shares that tiles keep as an image. A pixel may stand for several tiles."""
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns = (min(n, _MOST_CELLS) for n in (runs.q_blocks, runs.kv_blocks))

@@ -18,13 +18,13 @@ from attnkit.tracing.mask import Mask
 from attnkit.tracing.mask_lengths import Lengths
 from attnkit.util.arguments import check_type
 
-_MOST_POSITIONS = 1 << 27  # in partial tiles, above which the kept ones are not counted
+_MOST_POSITIONS = 1 << 27  # most intervals, or positions in partial tiles, to count positions from
 _AT_ONCE = 1 << 22  # positions at which the mask is evaluated together
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Holds the counts of `summarize`; `str` gives a report.
+    """Holds the counts of `summarize`; `str` formats them as a report.
 
     Attributes:
         shape: (batch, heads, query length, kv length) that the counts refer to; batch and heads are
@@ -72,7 +72,7 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
     """Count the tiles and positions that a mask keeps.
 
     Args:
-        blocks: the mask and its tiles, of `create_block_mask`.
+        blocks: the mask and its tiles, from `create_block_mask`.
         most_positions: limit on the number of intervals of all rows, or of positions in partial
             tiles if the mask has no interval form; above it, `kept_positions` is None.
 
@@ -118,14 +118,14 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
 
 
 def label_of(runs: BlockRuns, b: int, h: int) -> str:
-    """Format the numbers of a batch entry and a head, if there are several: ", b=0 h=1"."""
+    """Format the indices of a batch entry and head as ", b=0 h=1", leaving out axes of size 1."""
     shown = [f"b={b}"] if runs.batch > 1 else []
     shown += [f"h={h}"] if runs.heads > 1 else []
     return f", {' '.join(shown)}" if shown else ""
 
 
 def tile_counts(runs: BlockRuns, b: int, h: int) -> list[str]:
-    """Describe the tiles and runs of one batch entry and head, in two lines."""
+    """Format the counts of tiles and of runs of one batch entry and head, as two lines."""
     full, partial = (runs_of(kind, runs, b, h) for kind in (runs.full, runs.partial))
     total = runs.q_blocks * runs.kv_blocks
     tiles = [int(kind.length.sum()) for kind in (full, partial)]
@@ -194,7 +194,7 @@ def _full_positions(runs: BlockRuns) -> int:
 
 
 def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
-    """Count the positions that partial tiles keep, some tiles at a time."""
+    """Count the positions that partial tiles keep, evaluating the mask on some tiles at a time."""
     row, first, last = _spans(runs.partial)
     tiles = row.repeat_interleave(last - first)
     before = (last - first).cumsum(0) - (last - first)

@@ -1,9 +1,9 @@
 """Predict how long a block of scores takes on an SM, and how long each unit is busy with it.
 
-Nothing is measured. The emulator executes the variant's kernel for a tile with few blocks and for
-one with more; the difference is the cost of the additional blocks. The clocks of a unit are counted
-from the instructions that were executed (`attnkit.emulator.timing.cycles`). The time is from the
-event timeline (`attnkit.emulator.timeline`).
+Nothing is measured. The emulator executes the variant's kernel for a tile with few blocks and for a
+tile with more blocks. The difference is the cost of the additional blocks. The clocks of a unit are
+counted from the instructions that were executed (`attnkit.emulator.timing.cycles`). The time is
+taken from the event timeline (`attnkit.emulator.timing.timeline`).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ LISTED = 128  # columns of a Blackwell backward block of one CTA; a pair of CTAs
 
 @dataclass(frozen=True)
 class BlockClocks:
-    """Predicts the clocks of an SM for a block of scores, as in FlashAttention-4's tables.
+    """Holds the predicted clocks of an SM for a block of scores, as in FlashAttention-4's tables.
 
     Attributes:
         block: rows and columns of a block of scores.
         head_dim: head dim of query, key and value.
         units: clocks for which each unit is busy with a FULL block.
         full, partial: clocks from one FULL, or PARTIAL, block to the next.
-        tile: clocks of a tile without those of its blocks, if it follows another tile.
-        sms: number of SMs that work on a block together; clocks are of one of them.
+        tile: clocks that a tile adds to those of its blocks, if it follows another tile.
+        sms: number of SMs that work on a block together. All clocks are clocks of one SM.
         note: what could not be predicted, and why.
     """
 
@@ -71,12 +71,12 @@ class BlockClocks:
 
     @property
     def roofline(self) -> float:
-        """Return the clocks of the busiest unit, below which no order of instructions can get."""
+        """Return the clocks of the busiest unit, a lower bound for any order of instructions."""
         return self.units[self.limit]
 
     @property
     def cost(self) -> Cost:
-        """Return the cost model for a schedule.
+        """Return the cost model that `attnkit.schedule` takes.
 
         `merge` assumes that partial results are written and read in float32 at 128 bytes a clock.
         """
@@ -145,7 +145,7 @@ def backward_block_clocks(
     Args:
         variant, target, head_dim, dtype: see `forward_block_clocks`.
         block: rows and columns of the kernel's blocks, see `splice.backward.backward_block`; None
-            for those that it chooses without knowing the mask's tiles.
+            for the blocks that it chooses without the mask's tiles.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
@@ -159,7 +159,7 @@ def backward_block_clocks(
 
 
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
-    """Choose the plan of a variant in the emulator of an architecture."""
+    """Return the plan of a variant for the emulated kernel of `target`."""
     name = str(dtype).removeprefix("torch.")
     modded = variant.score_mod is not None
     call = Call(name, head_dim, head_dim, modded=modded, masked=variant.mask is not None)
@@ -194,13 +194,13 @@ def _block_clocks(run: _Run, variant: Variant, target: Target) -> BlockClocks:
 
 
 def _slope(short: Timeline, long: Timeline) -> float:
-    """Return the additional clocks for each additional block."""
+    """Return the clocks per additional block, from the timelines of a short and a long tile."""
     return (long.clocks - short.clocks) / (LONG - SHORT)
 
 
 @dataclass(frozen=True)
 class _Run(ABC):
-    """Runs a forward or backward on one CTA (or one cluster) in the emulator, for its timeline.
+    """Runs a forward or backward on one CTA (or one cluster) in the emulator to get its timeline.
 
     Attributes:
         template: name of the plan's template.
@@ -215,11 +215,11 @@ class _Run(ABC):
 
     @property
     def lists_override_mask(self) -> bool:
-        """Return whether tiles are passed as block lists, which no kernel joins to larger ones."""
+        """Return whether to pass tiles as block lists, so that kernels do not join them."""
         return False
 
     def timeline(self, variant: Variant, blocks: int, state: int, tiles: int = 1) -> Timeline:
-        """Run tiles of `blocks` blocks in the emulator; return the slowest kernel's timeline.
+        """Run tiles of `blocks` blocks in the emulator, and return the slowest kernel's timeline.
 
         Args:
             variant: score_mod and mask.
@@ -257,11 +257,11 @@ class _Run(ABC):
 
     @abstractmethod
     def grid(self, tiles: int, blocks: int) -> tuple[int, int]:
-        """Return how many rows and columns of blocks the mask has."""
+        """Return the number of rows and of columns of blocks that the mask has."""
 
     @abstractmethod
     def run(self, variant: Variant, call: KernelCall, inputs: ForwardInputs) -> None:
-        """Compute one forward, or its backward, in the emulator."""
+        """Run one forward, or one backward, in the emulator."""
 
 
 class _Forward(_Run):

@@ -31,11 +31,11 @@ def save_timeline(
     backward: bool = False,
     title: str | None = None,
 ) -> Path:
-    """Draw which SM runs which work tile when: longest first above, grid order below.
+    """Draw a predicted schedule into a file: longest first above, grid order below.
 
-    Each row is an SM. Each bar is a work tile, darker the longer it takes; parts of a row that is
-    split along KV are orange. The dashed line is the bound that no schedule beats. The cost model
-    predicts all of it; nothing is measured.
+    Each row is an SM. Each bar is a work tile, and longer work tiles are darker. Parts of a row
+    that is split along KV are orange. The dashed line is the lower bound of any schedule. All times
+    are predicted by the cost model, and nothing is measured.
 
     Args:
         path: ends in .png or .svg.
@@ -48,7 +48,7 @@ def save_timeline(
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        ArgumentError: forecast is none, or path is no path.
+        ArgumentError: `forecast` is no `Forecast`, or `path` is no path.
         OptionError: the path has another suffix.
     """
     check_type("forecast", forecast, Forecast, "a Forecast, explain(...).forecast")
@@ -63,8 +63,8 @@ def save_timeline(
 def bars(timeline: Timeline) -> Tensor:
     """Compute the corners of each work tile's bar, float64 [work tiles, 4, 2]: (cycle, SM).
 
-    Corners are in clockwise order. Bars end a little early, so that neighbours can be told apart;
-    if there are few rows, there is a gap between rows too.
+    Corners are in clockwise order. Bars end a little early, so that a gap separates neighbours. If
+    there are few rows, there is a gap between rows too.
     """
     left, right = timeline.start.double(), timeline.end.double()
     right = right - (0.2 * (right - left)).clamp(max=0.0015 * timeline.makespan)
@@ -76,7 +76,7 @@ def bars(timeline: Timeline) -> Tensor:
 
 
 def colours(schedule: Schedule) -> list[tuple[float, float, float]]:
-    """Choose the colour of each work tile: RGB, 0 to 1."""
+    """Return the colour of each work tile, RGB from 0 to 1."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     cost = schedule.cost.cpu().double()

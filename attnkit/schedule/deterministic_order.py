@@ -1,8 +1,9 @@
 """Define the fixed order in which a deterministic backward adds to dQ, and to shared dK and dV.
 
 Floating-point sums depend on their order. So in deterministic mode each dQ tile (b, h, q) adds the
-contributions of its kv tiles in one fixed order: that of the schedule, "ascending" or "descending"
-in kv. Each dQ tile has one int32 semaphore, the number of the kv tile that may add next.
+contributions of its kv tiles in one fixed order: the order of the schedule, "ascending" or
+"descending" in kv. Each dQ tile has one int32 semaphore: the number of the kv tile that may add
+next.
 
     wait until semaphore[b, h, q] == n        # n: my kv tile
     dQ[b, h, q] += contribution
@@ -14,15 +15,16 @@ tiles, so a kernel reads `visited` only there.
 
 Why this cannot deadlock, for any number of workers:
 
-1. A work tile waits only for work tiles before it in the list: those of one head are listed by kv
-   tile in this order, and those of one kv tile, if it is split, visit different q tiles.
+1. A work tile waits only for work tiles before it in the list. The list has the work tiles of one
+   head in this order of their kv tiles. If a kv tile is split, its work tiles visit different q
+   tiles.
 2. Workers take work tiles in list order from one counter, or each a fixed ascending subset of the
    list, and finish one before they take the next. So when a work tile is running, every earlier one
    has been taken, or will be taken by a worker that waits only for work tiles before that one.
 
-Suppose that some work tiles never end, and let p be the first of them in the list. All before p
-end. So the worker that takes p reaches it, because it takes only earlier ones before. And each wait
-of p ends, because it is for an earlier one. So p ends: a contradiction.
+Suppose that some work tiles never end, and let p be the first of them in the list. All work tiles
+before p end. So the worker that takes p reaches p, because it takes only earlier work tiles before.
+And each wait of p ends, because p waits only for earlier work tiles. So p ends: a contradiction.
 
 The argument needs workers that keep running once they have started, and prefetched loads must not
 wait for a semaphore. All workers must be resident at once if they take fixed subsets, or if the
@@ -30,9 +32,10 @@ first work tile of each does not come from the counter. The last contribution of
 sent after the next one has begun, because the next one has not waited for anything yet. Work tiles
 should begin in list order: one that is taken early and begins late makes others wait.
 
-The same rule serves any other sum with several contributors: to dK and dV of a kv head that several
-query heads share, or of a split kv tile, work tiles add in list order (`group`). The order of dQ
-does not depend on the number of workers; that of dK and dV only through the splits (`split=False`).
+The same rule serves dK and dV where several work tiles contribute to one tile, because several
+query heads share a kv head or because a kv tile is split. These work tiles add in list order
+(`group`). The order of dQ does not depend on the number of workers. The order of dK and dV depends
+on it only through the splits, which `split=False` avoids.
 
 For causal, windowed and document masks "descending" is the better order: all kv tiles start at
 their diagonal, each q tile then meets them in descending order, and none waits.
@@ -56,16 +59,15 @@ class DeterministicOrder:
     """Defines the order in which the work tiles of a backward schedule add to shared sums.
 
     Attributes:
-        first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first; -1 where
-            none does.
+        first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first to each dQ
+            tile (b, h, q block); -1 if no kv tile visits it.
         last: the same for the kv tile that adds last.
-        visited: the FULL and PARTIAL runs of each such row, merged.
+        visited: the FULL and PARTIAL runs of each such q tile, merged.
         step: 1 if the order ascends in kv, -1 if it descends.
         group: int32 [work tiles, 2], (position, size). Work tiles that add to dK and dV of the same
             (b, kv head, kv tile) form a group of this size, and add in order of their positions,
-            from 0; the last resets the group's counter to 0. Work tiles that visit nothing are in
-            no
-            group: (0, 0).
+            from 0. The last one resets the group's counter to 0. Work tiles that visit no tile are
+            in no group and have (0, 0).
     """
 
     first: Tensor
@@ -75,7 +77,9 @@ class DeterministicOrder:
     group: Tensor
 
     def after(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return the kv tile that adds after kv tile `column` at row `row`: `first` after the last.
+        """Return the kv tile that adds to dQ tile `row` next after kv tile `column`.
+
+        After the last kv tile, the result is `first`.
 
         Args:
             row, column: int64 [n].
@@ -98,7 +102,7 @@ class DeterministicOrder:
 
 
 def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrder:
-    """Return the order of accumulation of a monotone backward schedule of these runs.
+    """Compute the accumulation order of a backward schedule of `runs`.
 
     Raises:
         OptionError: the schedule is a forward, or its order is neither ascending nor descending.
@@ -120,7 +124,7 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
 
 
 def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
-    """Merge two disjoint lists of runs into one; runs that touch become one run."""
+    """Merge two disjoint lists of runs into one, and join runs that touch."""
     width = columns + 1
     keys, lengths = [], []
     for kind in (full, partial):
@@ -141,7 +145,7 @@ def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
 
 
 def _first(visited: Runs, step: int) -> Tensor:
-    """Return the first tile of each row, the last if `step` is -1; -1 for rows without tiles."""
+    """Return each row's first visited tile (its last if `step` is -1), or -1 if it has none."""
     pointers = visited.row_ptr.to(torch.int64)
     first = visited.row_ptr.new_full((visited.rows,), -1)
     some = pointers.diff() > 0
@@ -154,7 +158,7 @@ def _first(visited: Runs, step: int) -> Tensor:
 
 
 def _groups(schedule: Schedule) -> Tensor:
-    """Number the work tiles that share a dK and dV tile; see `DeterministicOrder.group`."""
+    """Return `DeterministicOrder.group` of a schedule, int32 [work tiles, 2]."""
     shape = schedule.shape
     heads = shape.kv_heads or shape.heads
     b = schedule.b.to(torch.int64) * (shape.kv_batch != 1)

@@ -1,9 +1,9 @@
-"""Choose first writers of dQ: the first kv tile to visit a q tile stores instead of adding.
+"""Choose the first writers of dQ: the first kv tile to visit a q tile stores instead of adding.
 
 Then dQ needs no memset. A memset would write all of dQ in float32 before the main kernel of a
 backward, and the first addition would read it again. If the work list determines which of the kv
-tiles that visit a q tile comes first, that one can store. It sets a flag when its store has
-arrived; the others wait for the flag before they add.
+tiles that visit a q tile comes first, that kv tile can store. It sets a flag when its store has
+arrived. The other kv tiles wait for the flag before they add.
 
 No work tile waits for one that comes after it in the list, so this cannot deadlock; the argument is
 in `attnkit.schedule.deterministic_order`. Sums in a fixed order use the semaphores of that module
@@ -34,7 +34,7 @@ from attnkit.sparsity.block_runs import BlockRuns
 # Measured on one H200: 134 MB of zeros take 28 us at 1.6 GHz.
 BYTES_A_CLOCK = 3000
 ARRIVAL = 4000  # clocks from a q tile's last product until others can see its flag, an estimate
-MOST = 128  # kv tiles that visit a q tile on average; above, a memset costs little in comparison
+MOST = 128  # most kv tiles per q tile, on average; with more, a memset costs comparatively little
 
 _AT_ONCE = 1 << 16  # visits; a dozen arrays of that size fit a cache
 
@@ -46,9 +46,10 @@ class FirstWriters:
     """Says at which q tiles each work tile is the first writer of dQ.
 
     Attributes:
-        stop: int32 [work tiles]: a work tile is first at those of its q tiles that are below this.
+        stop: int32 [work tiles]. A work tile is the first writer of those q tiles that it visits
+            and whose index is below `stop`.
         cycles: predicted wait for flags in cycles, on average over the workers.
-        saved: predicted saving against a memset, in cycles.
+        saved: cycles that first writers are predicted to save in comparison with a memset.
     """
 
     stop: Tensor
@@ -58,11 +59,11 @@ class FirstWriters:
 
 @dataclass(frozen=True, eq=False)
 class _Visits:
-    """Lists which kv tiles of some heads visit which q tiles; the attributes are int64 arrays.
+    """Lists the visits of kv tiles to q tiles in some heads, as int64 arrays.
 
     Attributes:
-        work_tiles: indices of the work tiles of these heads, those of a head in list order.
-        counts: [work tiles], number of visits of each.
+        work_tiles: indices of the work tiles of these heads, in list order within a head.
+        counts: [work tiles], number of visits of each work tile.
         number: [visits], index into `work_tiles` of the work tile that makes the visit.
         at: [visits], number of earlier visits of the same work tile.
         q: [visits], the q tile, ascending within a work tile.
@@ -82,7 +83,7 @@ class _Visits:
 def choose_first_writers(
     runs: BlockRuns, schedule: Schedule, floats: int
 ) -> tuple[Schedule, FirstWriters] | str:
-    """Choose a backward schedule with first writers, if the prediction is that it saves time.
+    """Choose a backward schedule with first writers if it is predicted to be faster than a memset.
 
     Args:
         runs: the mask's tiles.
@@ -110,13 +111,14 @@ def choose_first_writers(
 def first_writers(
     runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None
 ) -> FirstWriters | str:
-    """Find the first writers of a schedule, or return why it can have none.
+    """Find the first writers of a schedule, or return the reason why it can have none.
 
     Args:
         runs: the tiles that were scheduled.
         schedule: a backward schedule. If it splits kv tiles, there are no first writers.
-        flags: the start of each work tile, int64 [work tiles], and the longest wait for flags that
-            still pays, both in cycles; None if semaphores replace the flags.
+        flags: the start of each work tile, int64 [work tiles], and the wait for flags, on average
+            over the workers, from which a memset is faster, both in cycles; None if semaphores
+            replace the flags.
     """
     if schedule.split.numel():
         return "kv tiles are split"
@@ -148,7 +150,7 @@ def _slower_by(cycles: int) -> str:
 
 
 def _obstacle(runs: BlockRuns) -> str:
-    """Return why dQ needs a memset in any order of these tiles; "" if there is no such reason."""
+    """Return why dQ needs a memset in any order of the work tiles, or "" if there is no reason."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     if count > MOST * runs.batch * runs.heads * runs.q_blocks:
         return f"a q tile meets more than {MOST} kv tiles"
@@ -159,14 +161,14 @@ def _obstacle(runs: BlockRuns) -> str:
 def _waits(
     visits: _Visits, is_first: NDArray[np.bool_], firsts: _Numbers, begin: _Numbers, block: int
 ) -> int:
-    """Predict how long work tiles wait for flags, in cycles.
+    """Predict the sum of all waits of work tiles for flags, in cycles.
 
     Args:
         visits: visits of some heads.
         is_first: [visits], whether the work tile is first at the q tile.
-        firsts: [work tiles], at how many q tiles each is first.
-        begin: [work tiles], the cycle in which each begins.
-        block: cycles of a visit.
+        firsts: [work tiles], number of q tiles at which each work tile is first.
+        begin: [work tiles], the cycle in which each work tile begins.
+        block: cycles of one visit.
     """
     # `done`: when each work tile has added to each of its q tiles if it never waits for a flag. A
     # store must arrive before the next one is sent.
@@ -186,7 +188,7 @@ def _waits(
 
 
 def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
-    """Yield the visits to q tiles, some heads at a time."""
+    """Yield the visits of kv tiles to q tiles, for some heads at a time."""
     ends, tiles = _q_tiles(runs)
     begins, blocks = np.concatenate([[0], ends[:-1]]), runs.kv_blocks
     b, h, tile = map(_array, (schedule.b, schedule.h, schedule.tile))

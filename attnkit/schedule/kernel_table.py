@@ -20,7 +20,7 @@ class Kernel:
     Attributes:
         block: query and kv tile size.
         lacks_o_smem: whether shared memory has no room for both the output tile and the query tile.
-        softmax, double_buffer_p: as in Hopper's config.
+        softmax, double_buffer_p: see the `ForwardConfig` of the Hopper template.
         ctas: CTAs that share the products of a query tile.
     """
 
@@ -35,8 +35,8 @@ Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
 
 _LATE: dict[str, Any] = {"softmax": "online", "double_buffer_p": False}
 
-# By padded head dims (query's, value's), best kernel first. A later one serves block lists whose
-# tiles the first does not divide. Measured on one H200; rows in benchmarks/results.
+# By padded head dims (query, value), best kernel first. Later kernels serve block lists whose tiles
+# the first kernel's tiles do not divide. Measured on one H200, see benchmarks/results.
 _SM90: Table = (
     (64, 64, (Kernel((192, 128), **_LATE), Kernel((128, 128)), Kernel((128, 64)))),
     (128, 128, (Kernel((128, 128)), Kernel((128, 64)))),
@@ -72,12 +72,12 @@ _SM100: Table = (
 )
 _LONG = 256  # query lengths above this prefer pairs of CTAs
 
-# By template: without a score_mod, with one.
+# By template: (table without a score_mod, table with a score_mod).
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the head dim that a GPU kernel computes: the next larger one of `HEAD_DIMS`."""
+    """Return the smallest of `HEAD_DIMS` that is at least `head_dim`, to which kernels pad."""
     return next(w for w in HEAD_DIMS if head_dim <= w)
 
 
@@ -89,7 +89,7 @@ def kernels(
     *,
     q_len: int | None = None,
 ) -> tuple[Kernel, ...]:
-    """Return the forward kernels for these head dims, best first; none if the dims are too large.
+    """Return the forward kernels for these head dims, best first, or () if the dims are too large.
 
     Args:
         head_dim, value_dim: head dim of query and key, and of value.
@@ -110,10 +110,10 @@ def _is_too_tall(kernel: Kernel, q_len: int | None) -> bool:
 
 
 def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
-    """Return the tile sizes in which to classify a mask for these kernels.
+    """Return the (query, kv) tile size at which to classify a mask for these kernels.
 
-    If the best kernel uses pairs of CTAs, joining these tiles gives those of a pair and those of a
-    single CTA.
+    If the best kernel uses pairs of CTAs, tiles of this size can be joined to the tiles of a pair
+    and to those of a single CTA.
     """
     if candidates[0].ctas == 1:
         return candidates[0].block
@@ -124,7 +124,7 @@ def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
 def fitting_kernel(
     candidates: Sequence[Kernel], block: tuple[int, int], lists_override_mask: bool
 ) -> Kernel:
-    """Return the kernel with exactly these tiles, or else the best one whose tiles divide them.
+    """Return the kernel with tiles of size `block`, or else the best whose tiles divide `block`.
 
     Args:
         candidates: kernels, best first.

@@ -1,9 +1,9 @@
 """Group work rows into sections whose keys and values fit L2 together.
 
-The work of one section runs at about the same time, so the tiles that it shares are read from
-memory once. A *unit* is the heads that read the same tensors: a kv head and its group of query
-heads. A section is several units; or, if one unit is too large for L2, a stretch of its
-neighbouring rows.
+The work tiles of one section run at about the same time, so the tiles that they share are read from
+memory once. A *unit* consists of the heads that read the same tensors: a kv head and its group of
+query heads. A section consists of several units or, if one unit is too large for L2, of a stretch
+of neighbouring rows of one unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _GAIN = 0.9  # smaller sections balance load worse, so they must save a tenth of
 def unit_of_rows(
     batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device
 ) -> Tensor:
-    """Return the unit of every work row, int64 [batch * heads * rows].
+    """Return the unit index of every work row; a unit is the heads that read the same tensors.
+
+    The result is int64 [batch * heads * rows].
 
     Args:
         batch, heads, rows: work rows are numbered in the order (b, h, row).
@@ -33,7 +35,7 @@ def unit_of_rows(
 
 
 def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Count the tiles that each stretch of `chunk` neighbouring rows of a head visits.
+    """Count the distinct tiles and the tile visits of each stretch of `chunk` rows of a head.
 
     Returns:
         The number of different tiles, and the number of visits: int64 [pairs, stretches] each,
@@ -57,7 +59,7 @@ def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tu
 
 
 def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, least: int) -> int:
-    """Choose how many neighbouring rows of a unit form a section, if the whole unit does not fit.
+    """Choose the number of neighbouring rows in a section, for units that are too large for L2.
 
     The unit is halved as long as that saves traffic. A stretch whose tiles fit L2 reads each tile
     once; any other stretch reads a tile once for each visit. If single rows do not fit (the last
@@ -89,7 +91,9 @@ def sections(
     capacity: int,
     least: int,
 ) -> Tensor:
-    """Return the section of each work row, int64 [work rows], numbered in the order of the units.
+    """Group the work rows into sections, and return the section of each row, int64 [work rows].
+
+    Sections are numbered in the order of their units.
 
     Args:
         kinds: the FULL and PARTIAL runs of the rows.

@@ -1,6 +1,6 @@
 """Choose the plan of a call: its template, its tile sizes, and the reasons.
 
-Each legality rule is a predicate with its message. Tile sizes come from a measured table.
+Each legality rule has a predicate and a message. Tile sizes come from `kernel_table`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SILICON_NOTE = (
 
 @dataclass(frozen=True)
 class Call:
-    """Describes the facts about a call on which its plan depends.
+    """Holds the properties of a call that determine its plan.
 
     Attributes:
         dtype: of query, key and value, such as "bfloat16".
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Names the template and the tile sizes with which a call runs, and the reasons.
+    """Holds the template and the tile sizes with which a call runs, and the reasons for them.
 
     Attributes:
         template: "cpu" (torch operators on any device, block-sparse), "eager" (dense oracle),
@@ -104,7 +104,7 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
 
 
 def _suitable(call: Call, block: tuple[int, int], target: Target) -> Kernel | None:
-    """Return the best kernel for the head dims and the required tile sizes, None if none fits."""
+    """Return the best kernel for the head dims and required tile sizes, or None if none fits."""
     candidates = _kernels(call, target)
     if call.listed_block is not None:
         return next((k for k in candidates if _fits(k.block, call.listed_block)), None)
@@ -124,7 +124,7 @@ caches.register(has_dsl.cache_clear)
 
 @dataclass(frozen=True)
 class Rule:
-    """Pairs a condition for a GPU kernel with the message if it does not hold."""
+    """Pairs a condition that GPU kernels require with the message for calls that violate it."""
 
     holds: Callable[[Call, tuple[int, int], Target], bool]
     message: Callable[[Call, tuple[int, int], Target], str]
@@ -169,7 +169,7 @@ _KERNEL_RULES = (
 
 
 def refusals(call: Call, block: tuple[int, int], *, target: Target | None = None) -> Iterator[str]:
-    """Yield the reasons why a GPU kernel cannot run a call; none if it can.
+    """Yield the reasons why no GPU kernel can run a call; yield nothing if one can.
 
     Args:
         call: the call.
@@ -197,7 +197,7 @@ def choose(
     notes: tuple[str, ...] = (),
     call: Call | None = None,
 ) -> Plan:
-    """Choose the plan of a call.
+    """Choose the template and the tile sizes with which to run a call, and return the plan.
 
     Args:
         backend: one of `BACKENDS`, or "emulate:" and an architecture.
@@ -208,7 +208,7 @@ def choose(
 
     Raises:
         OptionError: unknown backend.
-        NoKernelError: the backend asks for a GPU kernel and none can run this call here.
+        NoKernelError: the backend requires a GPU kernel and none can run this call here.
     """
     kind, emulated = parse_backend(backend)
     if kind == "eager":
@@ -231,7 +231,7 @@ def choose(
 
 
 def parse_backend(backend: str) -> tuple[str, Target | None]:
-    """Split a backend into its kind and the target to emulate, None if it is not emulated.
+    """Split a backend into its kind and the target to emulate (None if it does not emulate).
 
     Raises:
         OptionError: unknown backend.
@@ -278,13 +278,16 @@ def _notes(call: Call, target: Target) -> Iterator[str]:
 
 
 class NoKernelError(UnsupportedError):
-    """Says that the backend asks for a GPU kernel and none can run the call; `reason` says why."""
+    """Raised when the backend requires a GPU kernel and none can run the call.
+
+    The attribute `reason` says why.
+    """
 
     reason = ""
 
 
 def no_kernel_error(backend: str, reason: str) -> NoKernelError:
-    """Build the error for a backend that asks for a GPU kernel where none can run the call."""
+    """Build the error for a backend that requires a GPU kernel if none can run the call."""
     what = "a kernel compiled for a GPU" if backend == "cute" else "a GPU kernel in the emulator"
     error = NoKernelError(
         f"backend={backend!r} asks for {what}, and there is none for this call: {reason}. "

@@ -1,4 +1,4 @@
-"""Order the work tiles of an attention for persistent workers (CTAs), and split long rows.
+"""Order the work tiles of an attention call for persistent workers (CTAs), and split long rows.
 
 A row of work computes one output tile. In the forward that is a (b, h, q block), which visits kv
 blocks; in the backward a (b, h, kv block), which visits q blocks by the transposed runs. Rows are
@@ -42,12 +42,13 @@ from attnkit.util.csr import searchsorted_right
 # SMs.
 FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 
-# The Hopper backward on one H200 without a mask, D = 128. A tile is two of its blocks of 64 x 128,
-# fitted over lengths 2048 and 8192; `tile` is what a part of a row takes without its blocks. The
+# The Hopper backward on one H200 without a mask, D = 128, fitted over lengths 2048 and 8192. A tile
+# is two of its blocks of 64 x 128. `tile` is the cost of a part of a row without its blocks. The
 # cost of the mask is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
-# Of the H200's 50 MB: at length 8192, sections of 8 heads were as fast as of 4, of 16 slower.
+# The H200 has 50 MB of L2. At length 8192, sections of 8 heads were as fast as sections of 4 heads,
+# and sections of 16 heads were slower.
 L2_BYTES = 32 << 20
 
 ORDERS = ("longest", "grid", "ascending", "descending", "falling")
@@ -56,7 +57,7 @@ MONOTONE = ("ascending", "descending")
 
 @dataclass(frozen=True)
 class Shape:
-    """Describes the facts about the tensors on which a schedule depends.
+    """Holds the sizes of the tensors that determine a schedule.
 
     Attributes:
         batch, heads: of the query.
@@ -92,13 +93,14 @@ class Schedule(NamedTuple):
         shape, prices, workers, order, backward: the arguments that the schedule was computed for;
             `prices` is their `cost`.
         blocks: number of output tiles of a head.
-        b, h, tile: int32 [work tiles], the output tile.
+        b, h, tile: int32 [work tiles], the output tile of each work tile.
         partial, full: int32 [work tiles, 3], the cursors (run, skip, count); (0, 0, 0) if empty.
         slot: int32 [work tiles], -1 for a whole row, else the index at which the partial result is
             stored; the work tiles of a row have neighbouring slots.
         split: int32 [split rows, 3], the (b, h, tile) whose partial results must be merged.
-        split_ptr: int32 [split rows + 1], pointers to the first slot of each, and the end.
-        cost: int64 [work tiles], in cycles.
+        split_ptr: int32 [split rows + 1], the first slot of each split row, then the number of
+            slots.
+        cost: int64 [work tiles], cost of each work tile in cycles.
         unsplit: cost of all rows if none were split, in cycles.
     """
 
@@ -126,14 +128,14 @@ class Schedule(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """Return a lower bound of the cycles until the last of these work tiles ends.
+        """Return a lower bound of the makespan of these work tiles, in cycles.
 
         It is the larger of the longest work tile and a worker's share of the total cost.
         """
         return max(self.unsplit / self.workers, int(self.cost.max()))
 
     def table(self) -> Tensor:
-        """Pack the schedule for a kernel: int32 [work tiles, 12], 48 bytes a work tile.
+        """Pack the schedule into the table that kernels read, int32 [work tiles, 12].
 
         The columns are b, h, tile, slot, the PARTIAL cursor, the FULL cursor, the index in `split`
         of the row (-1 for a whole row), and the number of parts of the row.
@@ -163,11 +165,11 @@ def schedule_forward(
     order: str = "longest",
     split: bool = True,
 ) -> Schedule:
-    """Order the q tiles of a forward as work tiles, and split long rows.
+    """Build the schedule of a forward: a work tile for each q tile, or several for a long row.
 
     Args:
         runs: the mask's tiles.
-        shape: the tensors; the runs' batch and heads must be theirs or 1.
+        shape: sizes of the tensors. The batch and heads of `runs` must be equal to these, or 1.
         workers: number of persistent CTAs, usually the number of SMs.
         cost: cost model of the work.
         l2_bytes: the most bytes of K and V that a section may read.
@@ -196,11 +198,11 @@ def schedule_backward(
     order: str = "longest",
     split: bool = True,
 ) -> Schedule:
-    """Order the kv tiles of a backward as work tiles, and split long rows.
+    """Build the schedule of a backward: a work tile for each kv tile, or several for a long row.
 
     A row computes dK and dV of one kv tile from one query head, and adds to dQ. It visits q tiles
     by the transposed runs. Each work tile of a split row computes a part of the sums dK and dV. A
-    deterministic backward needs "ascending" or "descending", and
+    deterministic backward needs the order "ascending" or "descending"; see
     `attnkit.schedule.deterministic_order`. Arguments and errors are those of `schedule_forward`.
     """
     lists = (runs.full_t, runs.partial_t, runs.kv_blocks, runs.q_blocks)
@@ -210,7 +212,7 @@ def schedule_backward(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """Computes a schedule, forward or backward, from its arguments."""
+    """Computes a forward or backward schedule from the arguments of `schedule_forward`."""
 
     runs: BlockRuns
     shape: Shape
@@ -237,7 +239,7 @@ class _Work:
             )
 
     def schedule(self, split: bool) -> Schedule:
-        """Split the rows, order the work tiles, and assign slots."""
+        """Split the rows, order the work tiles, assign slots, and return the schedule."""
         rows = self._rows()
         section, head_rank = self._sections(), self._head_ranks()
         work_tiles, costs, order = self._best_split(rows, section, head_rank, split)
@@ -274,7 +276,10 @@ class _Work:
         return sections((full, partial), units, unit, blocks, columns, capacity, least)
 
     def _head_ranks(self) -> Tensor:
-        """Rank the heads so that those that share K and V are neighbours: int64 [work rows]."""
+        """Return the rank of each row's head: heads that share K and V are adjacent.
+
+        The result is int64 [work rows].
+        """
         batch, heads = self.shape.batch, self.shape.heads
         shared = self.owners[0] == 1 < batch
         pair = torch.arange(batch * heads, device=self.runs.device).view(batch, self.owners[1], -1)
@@ -305,7 +310,7 @@ class _Work:
     def _options(
         self, rows: Rows, share: int, split: bool, section: Tensor, head_rank: Tensor
     ) -> Iterator[tuple[WorkTiles, bool]]:
-        """Yield ways to split, few cuts first, and whether the shortest work tiles come last."""
+        """Yield candidate splits, few cuts first, and whether the shortest tiles go last."""
         work_tiles = keep_whole(rows)
         yield work_tiles, False
         if self.order in ("longest", "falling"):
@@ -327,7 +332,9 @@ class _Work:
         head_rank: Tensor,
         shortest_last: bool,
     ) -> Tensor:
-        """Return the list order, int64 [work tiles], the same on every device.
+        """Return the order of the work tiles in the list, int64 [work tiles].
+
+        The result is the same on every device.
 
         Args:
             work_tiles: the work tiles in natural order.
@@ -369,7 +376,7 @@ class _Work:
     def _build(
         self, rows: Rows, work_tiles: WorkTiles, costs: Tensor, order: Tensor, unsplit: int
     ) -> Schedule:
-        """Number the slots of split rows, and put all tables in list order."""
+        """Number the slots of split rows, and build the schedule with all tables in list order."""
         full, partial, blocks, _ = self.lists
         mask_row = self._mask_rows()[work_tiles.row]
         many = work_tiles.parts > 1
@@ -391,13 +398,13 @@ class _Work:
 
 
 def _tiles_of(runs: Runs) -> Tensor:
-    """Count the tiles of each row, int64 [rows]."""
+    """Count the tiles that the runs of each row cover, int64 [rows]."""
     ends = torch.cat([runs.length.new_zeros(1, dtype=torch.int64), runs.length.cumsum(0)])
     return ends[runs.row_ptr.to(torch.int64)].diff()
 
 
 def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
-    """Return the cursors (run, skip, count) of stretches of the rows' tiles, int32 [work tiles, 3].
+    """Return the cursors (run, skip, count) of stretches of tiles in rows, int32 [work tiles, 3].
 
     Args:
         runs: the FULL or the PARTIAL runs of all rows.
@@ -415,14 +422,14 @@ def _cursor(runs: Runs, row: Tensor, first: Tensor, count: Tensor) -> Tensor:
 
 
 def _coordinates(row: Tensor, heads: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return b, h and tile of work rows, int32 each."""
+    """Return b, h and tile of each work row, int32 each."""
     pair = row // blocks
     b, h, tile = pair // heads, pair % heads, row % blocks
     return b.to(torch.int32), h.to(torch.int32), tile.to(torch.int32)
 
 
 def _lexsort(*keys: Tensor) -> Tensor:
-    """Sort stably by the last key, then by the one before, and so on; return the order."""
+    """Return the stable sort order by the last key, with ties broken by the keys before it."""
     order = torch.arange(keys[0].numel(), device=keys[0].device)
     for key in keys:
         order = order[torch.argsort(key[order], stable=True)]

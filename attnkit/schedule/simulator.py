@@ -1,7 +1,7 @@
-"""Simulate a schedule without a GPU: the start of each work tile, idle time, and hits of L2.
+"""Simulate a schedule without a GPU: the start of each work tile, idle time, and L2 hits.
 
-Workers take work tiles in list order as they become free. The cost model says how long each takes.
-L2 holds the tiles that were used last.
+Workers take work tiles in list order as they become free. The cost model gives the duration of each
+work tile. L2 is modelled with LRU replacement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAMPLED_TILES = 64  # the fewest tiles of the sample that the scaled L2 must ho
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Says when every work tile starts and ends, and which worker runs it.
+    """Holds the start, the end and the worker of every work tile.
 
     Attributes:
         start, end: int64 [work tiles], cycles; the time between includes waits for semaphores.
@@ -45,11 +45,11 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Return the share of the workers' time that is not work, 0 to 1."""
+        """Return the fraction of the workers' time in which they do no work, 0 to 1."""
         return 1 - self.work / (self.workers * max(1, self.makespan))
 
     def feed(self) -> tuple[Tensor, Tensor]:
-        """List the work tiles of each worker, for kernels that take them without a counter.
+        """List the work tiles of each worker, for kernels that assign work tiles statically.
 
         Returns:
             int32 [workers + 1], pointers into the second result; int32 [work tiles], the indices of
@@ -63,7 +63,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Report:
-    """Summarizes a simulation.
+    """Summarizes the simulation of a schedule.
 
     Attributes:
         workers: persistent CTAs.
@@ -92,7 +92,10 @@ class Report:
 def report(
     schedule: Schedule, runs: BlockRuns, workers: int | None = None, l2_bytes: int = L2_BYTES
 ) -> Report:
-    """Simulate a schedule and report times and L2 hits; see `simulate` and `l2_reuse`."""
+    """Simulate a schedule and return its makespan, idle time and L2 reuse.
+
+    See `simulate` and `l2_reuse`.
+    """
     timeline = simulate(schedule, workers)
     return Report(
         workers=timeline.workers,
@@ -106,7 +109,7 @@ def report(
 
 
 def simulate(schedule: Schedule, workers: int | None = None) -> Timeline:
-    """Assign each work tile, in list order, to the worker that is free first.
+    """Simulate a schedule: the first free worker takes the next work tile of the list.
 
     This takes one heap operation per work tile, about a second for a million.
 
@@ -131,8 +134,8 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     """Simulate a deterministic backward, where work tiles wait for the semaphores of dQ tiles.
 
     A work tile visits its q tiles in ascending order, FULL and PARTIAL ones mixed, and adds to dQ
-    at the end of each visit. Its worker waits until the semaphore allows that. A wait is always for
-    an earlier work tile of the list (`attnkit.schedule.deterministic_order`), so simulating in list
+    at the end of each visit. Its worker waits until the semaphore allows that. Work tiles wait only
+    for earlier work tiles of the list (`attnkit.schedule.deterministic_order`), so one pass in list
     order is enough.
     """
     work_tile, tile, partial = visits(schedule, runs)
@@ -178,12 +181,12 @@ def _positive(workers: int) -> int:
 
 
 def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """List the tiles that each work tile visits, on the CPU.
+    """List the tiles that each work tile visits, as CPU tensors.
 
     Args:
         schedule: the schedule.
         runs: the tiles that were scheduled.
-        every: list only tiles whose index is a multiple of it.
+        every: list only tiles whose index is a multiple of `every`.
 
     Returns:
         The work tile and the tile of each visit, int64 [visits] each, and whether the tile is
@@ -201,7 +204,7 @@ def visits(schedule: Schedule, runs: BlockRuns, every: int = 1) -> tuple[Tensor,
 
 
 def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
-    """List the tiles that cursors (run, skip, count) visit: work tile and tile of each visit."""
+    """List the tiles that cursors (run, skip, count) visit, as pairs (work tile, tile)."""
     run, skip, count = cursor.unbind(1)
     if not runs.length.numel():
         return run[:0], run[:0]
@@ -220,7 +223,7 @@ def _walk(cursor: Tensor, runs: Runs, every: int) -> tuple[Tensor, Tensor]:
 
 
 def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return index i repeated counts[i] times, and 0, 1, ... within each."""
+    """Return each index i repeated `counts[i]` times, and 0, 1, ... within each repetition."""
     owner = row_indices(counts)
     return owner, torch.arange(owner.numel(), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
@@ -228,7 +231,7 @@ def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
 def l2_reuse(
     schedule: Schedule, runs: BlockRuns, timeline: Timeline, l2_bytes: int = L2_BYTES
 ) -> float:
-    """Return the share of tile visits, 0 to 1, that hit an L2 with LRU replacement.
+    """Return the fraction of tile visits, 0 to 1, that hit an L2 with LRU replacement.
 
     The result is exact for that model up to 65536 visits. For more, only every n-th tile is
     simulated, in an L2 of an n-th of the size (Waldspurger et al. 2015).
@@ -255,14 +258,14 @@ def l2_reuse(
 
 
 def lru_hits(items: Tensor, capacity: int) -> Tensor:
-    """Return which accesses hit an LRU cache of `capacity` items.
+    """Return for each access whether it hits an LRU cache of `capacity` items.
 
     An access hits if fewer than `capacity` different items were accessed since the last access of
     the same item (Mattson et al. 1970). To count different items, count the accesses in between
     whose item was not accessed earlier in between.
 
     Args:
-        items: int64 [n], in order of access.
+        items: int64 [n], the accessed items in order of access.
 
     Returns:
         bool [n].
@@ -277,7 +280,7 @@ def lru_hits(items: Tensor, capacity: int) -> Tensor:
 
 
 def _smaller_before(values: Tensor) -> Tensor:
-    """Count for each value the earlier ones that are not larger, int64 [n], in O(n log^2 n)."""
+    """Count for each value the earlier values that are not larger, int64 [n], in O(n log^2 n)."""
     count = values.numel()
     size = 1 << max(0, count - 1).bit_length()
     padded = torch.nn.functional.pad(values, (0, size - count), value=size)

@@ -1,4 +1,4 @@
-"""Split rows of tiles into work tiles, so that no worker gets more than its share.
+"""Split rows of tiles into work tiles so that no worker gets more than its share.
 
 A row is the work of one output tile: the sequence of its PARTIAL tiles, then its FULL tiles. A cut
 is a position in that sequence, at a run's boundary or inside a run. A worker's share is the total
@@ -52,7 +52,7 @@ class Cost:
 
 
 class Rows(NamedTuple):
-    """Counts the tiles of each kind in the rows to schedule, int64 [rows], and prices them."""
+    """Holds the number of PARTIAL and FULL tiles of each row, int64 [rows], and the cost model."""
 
     partial: Tensor
     full: Tensor
@@ -60,16 +60,16 @@ class Rows(NamedTuple):
 
     @property
     def body(self) -> Tensor:
-        """Return the cost of each row's tiles, without the overhead per work tile, int64 [rows]."""
+        """Return the cycles of each row's tiles, without the cost per work tile, int64 [rows]."""
         return self.partial * self.cost.partial + self.full * self.cost.full
 
     @property
     def tiles(self) -> Tensor:
-        """Return the number of tiles of both kinds, int64 [rows]."""
+        """Return the number of tiles of each row, PARTIAL and FULL together, int64 [rows]."""
         return self.partial + self.full
 
     def ordinal(self, row: Tensor, offset: Tensor) -> Tensor:
-        """Return the position in the row's sequence before which the tiles cost about `offset`."""
+        """Return the position in a row's tile sequence where the cost reaches about `offset`."""
         a, b = self.cost.full, self.cost.partial
         head = self.partial[row] * b
         return torch.where(
@@ -81,12 +81,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WorkTiles:
-    """Describes parts of rows, ascending by row and position; int64 [work tiles] each.
+    """Holds work tiles, which are parts of rows, sorted by row and position.
+
+    Each attribute is int64 [work tiles].
 
     Attributes:
         row: the row that each work tile is a part of.
-        first, stop: its half-open stretch of the row's sequence.
-        index: its number within the row, from 0.
+        first, stop: the half-open stretch of the row's tile sequence that the work tile visits.
+        index: number of the work tile within the row, from 0.
         parts: number of work tiles of the row.
     """
 
@@ -97,26 +99,26 @@ class WorkTiles:
     parts: Tensor
 
     def partial(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the position of the first PARTIAL tile among the row's, and how many it visits."""
+        """Return the first and the number of the row's PARTIAL tiles that each work tile visits."""
         limit = rows.partial[self.row]
         first = torch.minimum(self.first, limit)
         return first, torch.minimum(self.stop, limit) - first
 
     def full(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the position of the first FULL tile among the row's, and how many it visits."""
+        """Return the first and the number of the row's FULL tiles that each work tile visits."""
         skip = rows.partial[self.row]
         first = (self.first - skip).clamp(min=0)
         return first, (self.stop - skip).clamp(min=0) - first
 
     def costs(self, rows: Rows) -> Tensor:
-        """Return the cost of each work tile, int64 [work tiles]."""
+        """Return the cost of each work tile in cycles, int64 [work tiles]."""
         cost = rows.cost
         body = self.partial(rows)[1] * cost.partial + self.full(rows)[1] * cost.full
         return body + cost.tile + torch.where(self.parts > 1, cost.merge, 0)
 
 
 def keep_whole(rows: Rows) -> WorkTiles:
-    """Turn every row into one work tile."""
+    """Make one work tile of every row."""
     none = rows.full.new_empty(0)
     return _cut(rows, none, none)
 
@@ -132,7 +134,7 @@ def split_evenly(rows: Rows, limit: int) -> WorkTiles:
 
 
 def wrap_around(rows: Rows, workers: int) -> WorkTiles:
-    """Lay the rows end to end, longest first, and cut them into one equal stretch per worker.
+    """Cut the rows, laid end to end and longest first, into one equal stretch per worker.
 
     This is McNaughton's wrap-around rule (1959): at most workers - 1 cuts.
     """
@@ -142,9 +144,9 @@ def wrap_around(rows: Rows, workers: int) -> WorkTiles:
 
 
 def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
-    """Keep rows whole as long as they fit their workers' shares; split the others to fill the gaps.
+    """Keep rows whole while they fit their workers' shares, and split the others to fill the gaps.
 
-    The others are laid end to end and cut where the gaps end. That takes fewer cuts than
+    The other rows are laid end to end and cut where the gaps end. That takes fewer cuts than
     `wrap_around`.
 
     Args:
@@ -165,7 +167,7 @@ def fill_shares(rows: Rows, order: Tensor, workers: int) -> WorkTiles:
 
 
 def _cut_at_gaps(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
-    """Lay rows end to end in an order, lay the gaps end to end too, and cut rows where gaps end.
+    """Lay the rows end to end in `order` and the gaps likewise, and cut the rows where gaps end.
 
     A cut is left out if one of its sides would cost less than the overhead of a work tile.
     """
@@ -181,7 +183,10 @@ def _cut_at_gaps(rows: Rows, order: Tensor, gaps: Tensor) -> WorkTiles:
 
 
 def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
-    """Cut rows at positions of their sequences; positions at either end make no cut."""
+    """Cut rows at positions of their tile sequences, and return all work tiles.
+
+    Row `row[i]` is cut before position `place[i]`. A position at either end of a row makes no cut.
+    """
     device, count = row.device, rows.full.numel()
     inside = (place > 0) & (place < rows.tiles[row])
     width = int(rows.tiles.max()) + 1
@@ -197,7 +202,7 @@ def _cut(rows: Rows, row: Tensor, place: Tensor) -> WorkTiles:
 
 
 def predict_makespan(costs: Tensor, workers: int) -> int:
-    """Predict the cycles until the last work tile ends if free workers take the next of the list.
+    """Predict the makespan, in cycles, if each free worker takes the next work tile of the list.
 
     Neighbours whose costs are small against a worker's share are merged. So the time of the loop
     does not grow with the number of work tiles, and the result is accurate to 1 / `GRAIN` of the

@@ -1,4 +1,4 @@
-"""List the GPU architectures that kernels are compiled for, and say why others have none."""
+"""List the GPU architectures that have kernels, and say why others have none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def standing(self) -> str:
-        """Say in a phrase where its kernels have been tested."""
+        """Return a phrase that says where the target's kernels have been tested."""
         if self.proven:
             return "tested on GPUs and in the emulator"
         return "executed in the emulator, never run on silicon"
@@ -52,23 +52,23 @@ _NO_TENSOR_MEMORY = (
 
 
 def of_arch(arch: str) -> Target | None:
-    """Return the target of an architecture such as "sm_100a", None if there is none."""
+    """Return the target of an architecture such as "sm_100a", or None if there is none."""
     return next((t for t in TARGETS if t.arch == arch), None)
 
 
 def of_capability(capability: tuple[int, int] | None) -> Target | None:
-    """Return the target for GPUs of a compute capability, None if there is none."""
+    """Return the target for GPUs of a compute capability, or None if there is none."""
     return next((t for t in TARGETS if t.capability == capability), None)
 
 
 def of_template(template: str) -> Target | None:
-    """Return the target of a plan's template, ignoring prefix and suffix; None if it has none."""
+    """Return the target of a template name, ignoring prefix and suffix, or None if it has none."""
     return TemplateSpec.parse(template).target
 
 
 @dataclass(frozen=True)
 class TemplateSpec:
-    """Names the parts of a template's name, such as "emulate:sm90:ordered".
+    """Holds the parts of a template name such as "emulate:sm90:ordered".
 
     Attributes:
         name: the name without prefix and suffix.
@@ -107,7 +107,7 @@ def gpu_target(template: str) -> Target:
 
 
 def missing_arch(arch: str) -> str:
-    """Return why there is no kernel for an architecture."""
+    """Return a message that says why there is no kernel for an architecture."""
     number = arch.removeprefix("sm_").rstrip("af")
     if number.startswith("12") and len(number) == 3:
         return f"{arch} {_NO_TENSOR_MEMORY}; {_kernel_list()}"
@@ -115,7 +115,7 @@ def missing_arch(arch: str) -> str:
 
 
 def missing_capability(capability: tuple[int, int]) -> str:
-    """Return why there is no kernel for GPUs of a compute capability."""
+    """Return a message that says why there is no kernel for GPUs of a compute capability."""
     why = f"the GPU has compute capability {capability[0]}.{capability[1]}"
     if capability[0] == 12:
         why += f", which {_NO_TENSOR_MEMORY}"

@@ -1,7 +1,8 @@
-"""Convert a schedule to the tables that a GPU kernel reads: work tiles with descending cursors.
+"""Convert a schedule to the tables that a GPU kernel reads.
 
-A kernel visits the kv blocks of a work tile from the last to the first. Scores tend to be largest
-near the diagonal, so the row maximum is reached early and the output is rescaled less often.
+Each work tile has cursors that visit its kv blocks from the last to the first. Scores tend to be
+largest near the diagonal, so the row maximum is reached early and the output is rescaled less
+often.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from attnkit.util.csr import row_indices, searchsorted_right
 
 
 class WorkList(NamedTuple):
-    """Holds the tables that a forward kernel reads.
+    """Holds the tables of work tiles and of runs that a forward kernel reads.
 
     Attributes:
         work_tiles: int32 [work tiles, 12]. The columns are b, h, tile, slot; the PARTIAL and the
             FULL cursor; the number of blocks that need the mask, which come first; the number of
             work tiles that visit any block of the mask, which is the same in all rows. The other
             work tiles, whose rows are fully masked, are at the end of the list. A cursor is
-            (run, take, count): visit the first `take` blocks of a run, last one first, then the
-            runs before it, `count` blocks in all.
+            (run, take, count): visit the first `take` blocks of run `run` in descending order, then
+            the runs before it, `count` blocks in total.
         partial, full: int32 [2, runs + 1], starts and lengths of the runs. One more run follows: a
             block beyond the end of the tensor, for fully masked tiles.
         split: int32 [rows, 3], the (b, h, tile) of the rows that are split into several work tiles.
-        split_ptr: int32 [rows + 1], pointers to the first slot of each, and the end.
+        split_ptr: int32 [rows + 1], the first slot of each split row, then the number of slots.
         slots: number of slots of partial results.
     """
 
@@ -46,7 +47,7 @@ class WorkList(NamedTuple):
     slots: int
 
     def to(self, device: torch.device) -> WorkList:
-        """Copy the tables to a device."""
+        """Return a copy of the tables on `device`."""
         return self._replace(
             work_tiles=self.work_tiles.to(device),
             partial=self.partial.to(device),
@@ -57,7 +58,7 @@ class WorkList(NamedTuple):
 
 
 def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
-    """Build the tables of a forward schedule of these runs."""
+    """Convert a forward schedule of `runs` to the tables that a kernel reads."""
     table = schedule.table()
     partial, _ = _descending(runs.partial, table[:, 4:7])
     full, first = _descending(runs.full, table[:, 7:10])
@@ -104,7 +105,7 @@ def _descending(runs: Runs, cursor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(part: Runs, runs: BlockRuns) -> Tensor:
-    """Stack starts and lengths of runs, and append a block beyond the end: int32 [2, runs + 1]."""
+    """Stack starts and lengths of runs, and append a run beyond the end: int32 [2, runs + 1]."""
     pairs = torch.stack([part.start, part.length])
     return torch.cat([pairs, pairs.new_tensor([[runs.kv_blocks], [1]])], 1)
 
@@ -133,7 +134,7 @@ caches.register(full_runs.cache_clear)
 
 
 def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
-    """Cut tiles into smaller ones of size `block`, which must divide the size of the runs' tiles.
+    """Cut tiles into smaller tiles of size `block`, which must divide the tile size of `runs`.
 
     A part of a FULL tile is FULL. A part of a PARTIAL tile counts as PARTIAL.
 
@@ -171,7 +172,7 @@ def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
 def _joined(
     kinds: tuple[Runs, Runs], pairs: int, sizes: tuple[int, int], by: tuple[int, int]
 ) -> tuple[Runs, Runs]:
-    """Join tiles: return the FULL and PARTIAL runs of the larger ones, in O(runs).
+    """Join tiles into larger ones, and return the FULL and PARTIAL runs of these, in O(runs).
 
     Args:
         kinds: FULL and PARTIAL runs of the tiles.
@@ -199,13 +200,13 @@ def _joined(
     places, changes = [], []
     for kind, inside in ((kinds[0], True), (kinds[0], False), (kinds[1], False)):
         for side, sign in zip(ends(kind, inside), (1, -1), strict=True):
-            change = side.new_zeros(side.numel(), 2)  # of rows that cover a column, that touch it
+            change = side.new_zeros(side.numel(), 2)  # in the number of covering, touching rows
             change[:, 0 if inside else 1] = sign
             places.append(side)
             changes.append(change)
     place, order = torch.cat(places).sort()
     counts = torch.cat(changes)[order].cumsum(0)
-    final = torch.ones_like(place, dtype=torch.bool)  # of the changes at a place
+    final = torch.ones_like(place, dtype=torch.bool)  # the last change at each place
     final[:-1] = place[1:] != place[:-1]
     place, counts = place[final], counts[final]
     heights = (rows - place // (length + 1) % some * high).clamp(max=high)

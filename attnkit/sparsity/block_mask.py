@@ -1,7 +1,7 @@
-"""Define `BlockMask`, a mask_mod for fixed lengths with the tiles that it keeps.
+"""Define `BlockMask`, which holds a mask_mod for fixed lengths and its tiles.
 
-The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike
-there, creating a block mask computes no tile; `mask_runs` classifies them at first use.
+The class and `create_block_mask` have the names and arguments of PyTorch's FlexAttention. Unlike in
+FlexAttention, creating a block mask computes no tiles. `mask_runs` classifies them at first use.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 _MOST_DENSE = 1 << 36  # positions of `create_mask`: 64 GiB
 
-# What PyTorch raises where an argument of its BlockMask is wrong.
+# Exceptions that PyTorch raises if an argument of its BlockMask is wrong.
 _REFUSED = (TypeError, ValueError, LookupError, RuntimeError, AssertionError, AttributeError)
 
 
 class BlockMask:
-    """Holds a mask_mod for fixed lengths, and the tiles that it keeps.
+    """Holds a mask_mod for fixed lengths and the states of its tiles.
 
     `create_block_mask` creates one. Tiles are classified at first use, and again after a captured
     tensor was edited in place.
@@ -93,7 +93,7 @@ class BlockMask:
         self.device = resolve_device(device)
 
     def traced(self) -> Traced:
-        """Trace the mask_mod, or reuse its trace if nothing that it reads has changed.
+        """Return the trace of the mask_mod, cached until something that the mask_mod reads changes.
 
         Raises:
             TraceError: the mask_mod cannot be traced.
@@ -106,7 +106,7 @@ class BlockMask:
     def checked_runs(
         self, dtype: torch.dtype = torch.float32, block: tuple[int, int] | None = None
     ) -> tuple[BlockRuns, frozenset[Node]]:
-        """Classify the tiles, or return the cached result; see `mask_runs`.
+        """Return the runs of the tiles and the loads to check at run time, cached by `mask_runs`.
 
         Args:
             dtype: dtype of floats in the mask, float32 or float64.
@@ -117,7 +117,7 @@ class BlockMask:
 
         Raises:
             BoundsError: an index leaves its captured tensor, or integer arithmetic leaves int32.
-            OptionError, DTypeError: block or dtype is something else.
+            OptionError, DTypeError: `block` or `dtype` has another value.
             DeviceError: the device is meta, which holds no data.
         """
         check_dtype("dtype", dtype, (torch.float32, torch.float64))
@@ -151,7 +151,7 @@ class BlockMask:
         return self.checked_runs(compute_dtype(self.traced()))[0]
 
     def numel(self) -> int:
-        """Count the scores of the dense mask: B * H * query length * kv length."""
+        """Return the number of scores of the dense mask: B * H * query length * kv length."""
         batch, heads, q_len, kv_len = self.shape
         return batch * heads * q_len * kv_len
 
@@ -160,15 +160,15 @@ class BlockMask:
         return 100 * (1 - self.runs.density())
 
     def to_dense(self) -> Tensor:
-        """Return which tiles are not EMPTY.
+        """Return the grid of tiles, with 1 for FULL and PARTIAL tiles and 0 for EMPTY ones.
 
         Returns:
-            int32 [B or 1, H or 1, query tiles, kv tiles]: 1 for FULL and PARTIAL tiles, else 0.
+            int32 [B or 1, H or 1, query tiles, kv tiles].
         """
         return (self.runs.states() > 0).to(torch.int32)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """Return the same mask for another device; its captured tensors must be there too."""
+        """Return the same mask for another device. Its captured tensors must be there too."""
         batch, heads, q_len, kv_len = self.shape
         return BlockMask(
             self.mask_mod,
@@ -186,7 +186,7 @@ class BlockMask:
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
-        """Create PyTorch's BlockMask from lists of blocks, with the arguments of its method.
+        """Create PyTorch's BlockMask from block lists, with the arguments of PyTorch's method.
 
         Raises:
             ArgumentError: PyTorch refuses the arguments.
@@ -207,7 +207,7 @@ class BlockMask:
         seq_lengths if the selection leaves out rows.
 
         Raises:
-            BoundsError: an index is out of range, or no index.
+            BoundsError: an index is out of range, or is no valid index.
             ArgumentError: there are too many indices.
         """
         blocks = self.to_flex()
@@ -257,9 +257,9 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """Create a mask for fixed lengths, with FlexAttention's signature.
+    """Create a `BlockMask` for fixed lengths, with the signature of FlexAttention's function.
 
-    The call traces the mask_mod and checks the arguments; it computes no tile.
+    The call traces the mask_mod and checks the arguments. It computes no tiles.
 
     Args:
         mask_mod: `mask_mod(b, h, q, kv) -> bool`, or a `Mask`.
@@ -267,7 +267,7 @@ def create_block_mask(
         H: number of query heads; None if the mask does not read `h`.
         Q_LEN: query length, at least 1.
         KV_LEN: kv length, at least 1.
-        device: device of query, key and value; None: that of the captured tensors, else the CPU.
+        device: device of query, key and value. None: the device of the captured tensors, else CPU.
         BLOCK_SIZE: positions of a tile: one int, or (query, kv).
         _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: accepted for
             compatibility with FlexAttention; they change nothing.
@@ -308,7 +308,7 @@ def create_block_mask(
 
 
 def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
-    """Return the device of a mask's captured tensors: the first that is not the CPU, if any."""
+    """Return the first device of a mask's captured tensors that is not the CPU, else the CPU."""
     captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
     return next((t.device for t in captured if t.device.type != "cpu"), torch.device("cpu"))
 
@@ -321,7 +321,7 @@ def create_mask(
     KV_LEN: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Evaluate a mask at every position, for tests and pictures.
+    """Return the dense bool mask of a mask_mod, for tests and pictures.
 
     Args:
         mod_fn: a mask_mod, or a score_mod, which counts as a mask that keeps the positions where it
@@ -384,7 +384,7 @@ def _dense_shape(B: Any, H: Any, q_len: Any, kv_len: Any) -> tuple[int, int, int
 
 
 def _other_lengths(lengths: tuple[int, int], query: Tensor, key: Tensor) -> str:
-    """Say what to do where a block mask was built for other lengths."""
+    """Return the advice for the error that a block mask was built for other lengths."""
     if tuple(lengths) == (query.shape[1], key.shape[1]):
         return (
             "the tensors seem to be [batch, length, heads, head dim]; expected [batch, heads, "

@@ -1,9 +1,9 @@
-"""Define `BlockRuns`, the sparse format of all rooms: CSR rows of runs of blocks.
+"""Define `BlockRuns`, the block-sparse format of masks: CSR rows of runs of blocks.
 
 A row belongs to one (batch, head, block row). A run is a maximal sequence of neighbouring blocks in
-the same state; FULL and PARTIAL runs are separate lists. The format stores both directions: runs of
-kv blocks by query block, and runs of query blocks by kv block. Its size follows the boundary of the
-mask, not the area: a causal mask has one run per row at any length.
+the same state. FULL and PARTIAL runs are separate lists. The format stores both directions: runs of
+kv blocks by query block, and runs of query blocks by kv block. Its size is proportional to the
+boundary of the mask, not to the area: rows of a causal mask have at most two runs at any length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PICTURE = " +#"  # character of each state
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Holds rows of block runs in CSR form.
+    """Holds runs of blocks, grouped by row in CSR form.
 
     Attributes:
         row_ptr: int32 [rows + 1]; the runs of row r are row_ptr[r] to row_ptr[r + 1] - 1.
@@ -47,7 +47,7 @@ class Runs:
         return self.row_ptr.numel() - 1
 
     def to(self, device: torch.device | str) -> Runs:
-        """Copy the runs to a device."""
+        """Return a copy of the runs on `device`."""
         return Runs(self.row_ptr.to(device), self.start.to(device), self.length.to(device))
 
     def expanded(self, blocks: int) -> Tensor:
@@ -63,7 +63,7 @@ class Runs:
 
     @staticmethod
     def from_segments(first: Tensor, last: Tensor, rows: int, blocks: int) -> Runs:
-        """Build rows of runs from segments in any order; segments that touch become one run.
+        """Build `Runs` from segments in any order. Segments that touch become one run.
 
         Args:
             first: int64 [segments], row * (blocks + 1) + first block of each segment.
@@ -80,7 +80,7 @@ class Runs:
 
     @staticmethod
     def concatenate(parts: Sequence[Runs]) -> Runs:
-        """Append the rows of several parts, in order."""
+        """Return the rows of all parts, one part after another."""
         ends = torch.stack([p.row_ptr[-1] for p in parts]).cumsum(0, dtype=torch.int32)
         pointers = [parts[0].row_ptr]
         pointers += [p.row_ptr[1:] + end for p, end in zip(parts[1:], ends, strict=False)]
@@ -92,7 +92,7 @@ class Runs:
 
 
 def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort segments, and merge those that touch.
+    """Sort segments, merge those that touch, and return the (first, last) of the result.
 
     Args:
         first: int64 [segments], first position of each segment, in any order.
@@ -105,7 +105,7 @@ def merge_segments(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bands(grid: Tensor) -> Iterator[Tensor]:
-    """Split states [pairs, rows, blocks] into consecutive rows [n, blocks]."""
+    """Yield consecutive rows [n, blocks] of states [pairs, rows, blocks], n of bounded size."""
     _, rows, blocks = grid.shape
     limit = chunk_size(grid.numel(), grid.device)
     for pairs in grid.split(max(1, limit // (rows * blocks))):
@@ -138,7 +138,7 @@ def state_changes(grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs_of(grid: Tensor) -> dict[int, Runs]:
-    """Build the FULL and the PARTIAL runs from int8 states [pairs, rows, blocks]."""
+    """Return {FULL: runs, PARTIAL: runs} of int8 states [pairs, rows, blocks]."""
     pairs, rows, blocks = grid.shape
     at, state = state_changes(grid)
     length = at.diff(append=at.new_full((1,), grid.numel()))
@@ -219,7 +219,7 @@ class BlockRuns:
 
     @staticmethod
     def stack(parts: Sequence[BlockRuns], batch: int, heads: int) -> BlockRuns:
-        """Combine parts that hold consecutive (b, h) pairs, in order, into `batch` x `heads`."""
+        """Combine parts with consecutive (b, h) pairs into runs of `batch` x `heads`."""
         if sum(p.batch * p.heads for p in parts) != batch * heads:
             raise AssertionError("the parts do not add up to batch * heads")
         return replace(
@@ -243,7 +243,7 @@ class BlockRuns:
         return grid.view(self.batch, self.heads, self.q_blocks, self.kv_blocks)
 
     def counts(self) -> tuple[int, int, int]:
-        """Count the EMPTY, PARTIAL and FULL tiles; shared batches and heads count once."""
+        """Count the EMPTY, PARTIAL and FULL tiles. Shared batches and heads count once."""
         total = self.batch * self.heads * self.q_blocks * self.kv_blocks
         partial, full = int(self.partial.length.sum()), int(self.full.length.sum())
         return total - partial - full, partial, full
@@ -254,7 +254,7 @@ class BlockRuns:
         return (partial + full) / (empty + partial + full)
 
     def to(self, device: torch.device | str) -> BlockRuns:
-        """Copy the runs to a device."""
+        """Return a copy of the runs on `device`."""
         return replace(
             self,
             full=self.full.to(device),
@@ -367,7 +367,7 @@ def _check_grid(states: Tensor, q_len: int, kv_len: int, block: tuple[int, int])
 def _block_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the True blocks of each row: counts [..., rows], and indices [..., rows, columns].
 
-    Indices of True blocks come first; both they and the others ascend.
+    In each row the indices of True blocks come first, ascending, and then all others, ascending.
     """
     order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -377,8 +377,8 @@ def _grid_of_lists(counts: Tensor, indices: Tensor, columns: int, name: str) -> 
     """Build a bool grid [batch, heads, rows, columns] from lists of blocks.
 
     Args:
-        counts: int [..., rows], how many entries of each row of `indices` count.
-        indices: int [..., rows, n], blocks.
+        counts: int [..., rows], number of valid entries at the start of each row of `indices`.
+        indices: int [..., rows, n], indices of kv blocks.
         columns: number of kv blocks.
         name: name of the lists, for messages.
     """

@@ -1,10 +1,9 @@
-"""Classify a mask's tiles exactly as EMPTY, PARTIAL or FULL, without its N x N values.
+"""Classify a mask's tiles exactly as EMPTY, PARTIAL or FULL, without evaluating every position.
 
 Interval arithmetic evaluates the mask once per tile, with exact tables for every expression that
-depends on one side only (`ranges.eval_blocks`). If the mask is proven True, or False, everywhere in
-a tile, that decides the tile. In other tiles `witness` looks for one unmasked and one masked
-position, and evaluates every position only where it finds none. Each step is conservative; the
-result is exact.
+depends on one side only (`ranges.eval_blocks`). If the mask is proven True everywhere in a tile, or
+False everywhere, the tile is decided. In other tiles `witness` looks for one unmasked and one
+masked position, and evaluates every position only if it finds no such pair. The result is exact.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class _Classifier:
     names: tuple[str, ...]
 
     def runs(self, domain: Domain, block: tuple[int, int], statistics: Statistics) -> BlockRuns:
-        """Classify the tiles of a domain, and add to the statistics."""
+        """Classify the tiles of `domain`, return their runs, and update `statistics`."""
         tables = Tables(domain, block)
         tables.build(self.blocks.keys)
         tabulate_equalities(self.blocks, tables)
@@ -135,7 +134,7 @@ class _Classifier:
 def _prepare(
     root: Node, check: Callable[[Sequence[Node]], frozenset[Node]], names: Sequence[str]
 ) -> _Classifier:
-    """Rewrite and compile a mask.
+    """Rewrite and compile a mask, and return its classifier.
 
     Args:
         root: the mask.
@@ -163,7 +162,7 @@ def _chunks(
     block: tuple[int, int],
     device: torch.device | str,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batch and head numbers to classify together, in row order."""
+    """Yield the int32 batch and head indices (b, h) to classify together, in row order."""
     tiles = -(-q_len // block[0]) * -(-kv_len // block[1])
     pairs = max(1, min(_MAX_POINTS // (q_len + kv_len), _MAX_TILES // tiles))
     b_step, h_step = (max(1, pairs // heads), heads) if pairs >= heads else (1, pairs)

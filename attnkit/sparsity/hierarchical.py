@@ -1,9 +1,9 @@
 """Classify large grids of tiles in time proportional to the mask's boundary, not to its area.
 
-A node is a square of tiles. Interval arithmetic evaluates nodes first, as if they were tiles; a
-node that is EMPTY or FULL as a whole needs no more work. In every other node it evaluates each
-tile, and runs are extracted from the node's small dense grid. So the interior of a large EMPTY or
-FULL area costs neither time nor memory, and no dense grid of all tiles exists.
+A node is a square of tiles. Interval arithmetic evaluates nodes first, as if they were tiles. A
+node that is EMPTY or FULL as a whole needs no more work. In every other node interval arithmetic
+evaluates each tile, and runs are extracted from the node's small dense grid. So the interior of a
+large EMPTY or FULL area costs neither time nor memory, and no dense grid of all tiles exists.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Grid:
 
     Attributes:
         blocks: the mask, compiled for evaluation on tiles.
-        tables: ranges of its keys in each block.
+        tables: ranges of the mask's keys in each block.
         boxes: range queries on the captured tensors of the same domain.
-        resolver: decides the tiles that interval arithmetic leaves undecided; None if it leaves
-            none.
+        resolver: classifies the tiles that interval arithmetic leaves undecided; None if there are
+            no such tiles.
         statistics: receives the counts.
     """
 
@@ -84,13 +84,13 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return (batches, heads, q blocks, kv blocks)."""
+        """Return (batches, heads, q blocks, kv blocks) of the domain."""
         domain, block = self.tables.domain, self.tables.block
         rows, columns = -(-domain.q_len // block[0]), -(-domain.kv_len // block[1])
         return domain.b.numel(), domain.h.numel(), rows, columns
 
     def runs_dense(self) -> BlockRuns:
-        """Build the runs from a dense grid of states."""
+        """Classify all tiles in one dense grid of states, and return their runs."""
         states = self.states(self.tables)
         self.statistics.tiles += states.numel()
         if self.resolver is not None:
@@ -101,7 +101,7 @@ class Grid:
         return BlockRuns.from_states(states, domain.q_len, domain.kv_len, self.tables.block)
 
     def runs_by_nodes(self, side: int) -> BlockRuns:
-        """Build the runs node by node, with nodes of `side` x `side` tiles."""
+        """Classify the tiles by nodes of `side` x `side` tiles, and return their runs."""
         batch, heads, rows, columns = self.shape
         top = self.states(self.tables.coarser(side))
         opened = torch.nonzero(top == PARTIAL)
@@ -169,10 +169,10 @@ class Grid:
     def _decide(
         self, resolver: Resolver, states: Tensor, places: Tensor, nodes: tuple[Tensor, ...]
     ) -> None:
-        """Decide undecided tiles and store their states.
+        """Classify undecided tiles, and write their states into `states`.
 
         Args:
-            resolver: decides them.
+            resolver: classifies the tiles.
             states: int8 [n, side, side], states of the tiles of n nodes.
             places: flat indices of the undecided tiles in `states`.
             nodes: b, h, q and kv of the nodes, [n] each.
@@ -196,7 +196,7 @@ def _state(keep: Interval) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Segments:
-    """Collects segments of runs, by direction and state, and builds the runs from them.
+    """Collects segments of runs by direction and state, and builds `Runs` from them.
 
     Attributes:
         pairs: number of (b, h) pairs.
@@ -214,7 +214,7 @@ class _Segments:
     parts: dict[tuple[bool, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def add_full_nodes(self, top: Tensor) -> None:
-        """Add the nodes that are FULL as a whole, from states [b, h, nodes, nodes]."""
+        """Add the nodes that are FULL as a whole, given states [b, h, q nodes, kv nodes]."""
         grid = top.flatten(0, 1)
         for backward in (False, True):
             rows, blocks = self._sizes(backward)
@@ -236,7 +236,7 @@ class _Segments:
             )
 
     def add(self, pair: Tensor, q: Tensor, kv: Tensor, states: Tensor) -> None:
-        """Add the tiles of nodes [n], from their states [n, side, side]."""
+        """Add the tiles of nodes [n], given the states [n, side, side] of their tiles."""
         before = {key: len(parts) for key, parts in self.parts.items()}
         step = max(1, chunk_size(states.numel(), states.device) // self.side**2)
         for first in range(0, len(q), step):
@@ -266,7 +266,7 @@ class _Segments:
             self.parts.setdefault((backward, kind), []).append((first, last))
 
     def runs(self, backward: bool, kind: int) -> Runs:
-        """Build the runs of one direction and state."""
+        """Build the runs of one direction and of one state, FULL or PARTIAL."""
         rows, blocks = self._sizes(backward)
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
         parts = self.parts.get((backward, kind), [(nothing, nothing)])

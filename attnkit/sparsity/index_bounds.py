@@ -1,11 +1,11 @@
 """Prove integer safety: no i32 value leaves int32, no index leaves its captured tensor.
 
 Ranges are propagated through the graph (`index_ranges`). A violation that is certain, or that
-cannot be excluded, raises a BoundsError, with one exception: an index that depends on q and kv
+cannot be excluded, raises a BoundsError. There is one exception: an index that depends on q and kv
 together can be checked at run time instead.
 
-Every load is evaluated at every position, also under a `where` that does not select it, so its
-index must be valid at every position.
+Every load is evaluated at every position, also if a `where` does not select it. So its index must
+be valid at every position.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_bounds(
     heads: int,
     dtype: torch.dtype = torch.float32,
 ) -> frozenset[Node]:
-    """Prove that integer arithmetic and indices stay in range.
+    """Prove that integers and indices stay in range, and return the loads that are not proven.
 
     Args:
         roots: expressions of score, b, h, q, kv, grad.
@@ -67,12 +67,12 @@ def check_bounds(
 
 
 class _Proof(NamedTuple):
-    """Holds a result of `check_bounds`, and the facts about captured data on which it depends.
+    """Holds a result of `check_bounds` and the properties of captured data on which it depends.
 
     Attributes:
         unproven: the loads that must be checked at run time.
         ranges: (load, least and greatest number of its tensor) for the loads whose values matter.
-        uses_values: whether the result depends on the data in another way than by those ranges.
+        uses_values: whether the result depends on the data by more than these ranges.
     """
 
     unproven: frozenset[Node]
@@ -80,7 +80,7 @@ class _Proof(NamedTuple):
     uses_values: bool
 
     def holds(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """Return whether the proof is valid for the data that the tensors hold now."""
+        """Return whether the proof is valid for the current data of the tensors."""
         return not self.uses_values and all(
             to_numbers(known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
             for n, ends in self.ranges

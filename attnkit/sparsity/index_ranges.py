@@ -1,6 +1,6 @@
-"""Compute the range of every integer of a graph, node by node; raise if one may leave its range.
+"""Compute the range of every integer in a graph, and raise a BoundsError if it may be invalid.
 
-Interval arithmetic comes first. Where it is too coarse, sums are brought to affine form, and
+Interval arithmetic comes first. Where it is too coarse, sums are converted to affine form, and
 one-sided expressions are evaluated at every position of their side.
 """
 
@@ -36,7 +36,7 @@ caches.register(_values.clear)
 
 
 def set_known_range(tensor: Tensor, low: int, high: int) -> None:
-    """Record the range of a new integer tensor of attnkit, so that checks do not read its data."""
+    """Record the range of an integer tensor made by attnkit, so that checks skip its data."""
     set_own(tensor)
     ends = _scalar(low), _scalar(high)
     _values.get((I32, None), (tensor,), lambda: ends)
@@ -77,18 +77,18 @@ class _Range(NamedTuple):
         return low <= self.low and self.high <= high
 
     def outside(self, low: int, high: int) -> bool:
-        """Return whether some value is certainly outside low .. high."""
+        """Return whether some value is certainly outside `low` to `high`."""
         disjoint = self.high < low or self.low > high
         return disjoint or (self.attained and not self.within(low, high))
 
 
 class RangeChecker:
-    """Computes and checks the ranges of nodes; `visit` takes arguments before their users.
+    """Computes and checks the range of each node. Arguments must be visited before their users.
 
     Attributes:
         unproven: loads whose index must be checked at run time.
         data_ranges: ranges of the captured tensors that were read, by load.
-        uses_values: whether a check depends on the captured data in another way than by its ranges.
+        uses_values: whether a check depends on the captured data by more than its ranges.
     """
 
     def __init__(self, domain: Domain, names: tuple[str, ...], truncates: bool) -> None:
@@ -116,7 +116,7 @@ class RangeChecker:
         return Boxes(self._domain)
 
     def visit(self, n: Node) -> None:
-        """Compute the range of a node and check its index, divisor or shift count.
+        """Compute the range of a node, and check its index, divisor or shift count.
 
         Raises:
             BoundsError: see `index_bounds.check_bounds`.
@@ -189,7 +189,7 @@ class RangeChecker:
     # --- tighter ranges, where interval arithmetic does not suffice
 
     def _tight_range(self, n: Node) -> _Range:
-        """Compute a tighter range of an i32 node whose arguments are checked already."""
+        """Compute a tighter range of an i32 node whose arguments have been checked."""
         if n not in self._tight:
             sums = self._sides.affine(n)
             if sums.terms != ((n, 1),) or n.op == "arg":
@@ -212,7 +212,7 @@ class RangeChecker:
         return _Range(int(low), int(high))
 
     def _sum_range(self, sums: Affine) -> _Range:
-        """Sum the ranges of the q terms, of the kv terms and so on, each computed by evaluation."""
+        """Return the range of a sum: the sum of the ranges of its terms, grouped by side."""
         groups: dict[Side, list[tuple[Node, int]]] = {}
         for n, c in sums.terms:
             groups.setdefault(self._sides.side(n), []).append((n, c))
@@ -245,7 +245,7 @@ class RangeChecker:
         return torch.stack(lows).amin(0), torch.stack(highs).amax(0), all(certain)
 
     def _operation_range(self, n: Node) -> _Range:
-        """Compute the range of a one-sided operation at every point, in int64 without wrapping."""
+        """Return the range of a one-sided operation, evaluated at every point in int64."""
         side = self._sides.join(n.args)
         low, high, attained = 2**63 - 1, -(2**63), True
         for values in self._points(n.args or [n], side):
@@ -302,7 +302,7 @@ class RangeChecker:
                 )
 
     def _is_zero(self, n: Node) -> bool | None:
-        """Return whether a value is zero at some position; None if that is unknown."""
+        """Return whether a value is zero at some position, or None if that is unknown."""
         side = self._sides.side(n)
         if side is Side.MIXED:
             return None

@@ -2,15 +2,15 @@
 
 There are three rules:
 
-* equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. Where A and B differ, both
-  sides are False, so the replacement is sound. `start[doc[kv]]` becomes `start[doc[q]]`, which is
-  one-sided and cancels.
+* equate: `eq(A(q), B(kv)) and X  =  eq(A(q), B(kv)) and X[B := A]`. If A and B differ, both
+  conjunctions are False, so the replacement is sound. For example, `start[doc[kv]]` becomes
+  `start[doc[q]]`, which is one-sided and cancels.
 * regroup: order the members of an `and` (or of an `or`) by side, so that the members of one side
   become one one-sided expression, which is tabulated exactly.
-* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)`, with a P larger than all
-  integers: where C is False, so is the comparison. One table then holds both conditions, so they
-  are evaluated together. The rule also applies to conditions on q, to every comparison of q with kv
-  in the conjunction, and to `or`, with -P where C holds.
+* gate: `C(kv) and A(q) <= B(kv)  =  A(q) + (0 if C(kv) else P) <= B(kv)`, with a penalty P that is
+  larger than all integers: if C is False, so is the comparison. One table then holds both
+  conditions, so they are evaluated together. The rule also applies to conditions on q, to every
+  comparison of q with kv in the conjunction, and to `or`, with a penalty -P if C is True.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from attnkit.graph.affine import Side, Sides, comparable
 from attnkit.graph.ir import BOOL, I32, Node
 from attnkit.util import caches
 
-# Their product exceeds every difference of two int32 numbers.
+# The product _FAR * _TIMES exceeds every difference of two int32 numbers.
 _FAR, _TIMES = 1 << 30, 16
 
 
 @lru_cache(maxsize=256)
 def equate(root: Node, sides: Sides) -> Node:
-    """Apply the rule `equate` to every conjunction.
+    """Replace B by A in every conjunction that contains `A(q) == B(kv)` (rule `equate`).
 
-    Where the equality is False, the result may evaluate loads and divisions at values that the
-    original never reaches: check its bounds before use.
+    If the equality is False, the result may evaluate loads and divisions at values that the
+    original expression never reaches. Check the bounds of the result before use.
     """
     return _rewrite(root, lambda op, m: _equate_members(m, sides) if op == "and" else m)
 
@@ -41,24 +41,24 @@ caches.register(equate.cache_clear)
 
 
 def regroup(root: Node, sides: Sides) -> Node:
-    """Apply the rule `regroup` to every `and` and `or`."""
+    """Order the members of every `and` and `or` by side (rule `regroup`)."""
     return _rewrite(root, lambda op, members: _by_side(op, members, sides))
 
 
 def gate(root: Node, sides: Sides) -> Node:
-    """Apply the rule `gate` to every `and` and `or`.
+    """Merge conditions on one side into comparisons of q with kv (rule `gate`).
 
-    Use the result only for interval arithmetic on tiles, which computes sums exactly: some leave
-    int32.
+    The rule applies to every `and` and `or`. Use the result only for interval arithmetic on tiles,
+    which computes sums exactly, because some sums leave int32.
     """
     done: set[Node] = set()  # gated comparisons: a second penalty might cancel the first
     return _rewrite(root, lambda op, members: _gate_members(op, members, sides, done))
 
 
 def _rewrite(root: Node, rule: Callable[[str, list[Node]], list[Node]]) -> Node:
-    """Apply a rule to the members of every `and` and `or`, inner ones first.
+    """Apply `rule` to the members of every `and` and `or`, inner ones first.
 
-    `a | b | c` is one group: the rule sees its members once, not those of `a | b` before.
+    `a | b | c` is one group: the rule is applied once to its three members, and not to `a | b`.
     """
     nodes = ir.topo(root)
     inside = {a for n in nodes if _joins(n) for a in n.args if a.op == n.op}
@@ -79,7 +79,7 @@ def _joins(n: Node) -> bool:
 
 
 def members(n: Node) -> list[Node]:
-    """List the operands of nested nodes of one operation, left to right: a, b, c of `a & b & c`."""
+    """Return the operands of nested nodes of one operation: a, b, c of `a & b & c`."""
     operands: list[Node] = []
     stack = [n]
     while stack:
@@ -107,7 +107,7 @@ def _by_side(op: str, members: Sequence[Node], sides: Sides) -> list[Node]:
 
 
 def _gate_members(op: str, members: list[Node], sides: Sides, done: set[Node]) -> list[Node]:
-    """Merge the conditions on one side into the comparisons of both sides."""
+    """Merge the conditions on one side into the comparisons of q with kv."""
     gates = [m for m in members if sides.side(m) in (Side.Q, Side.KV, Side.CONST)]
     known, remaining = set(members), []
     for m in members:

@@ -1,7 +1,7 @@
 """Classify the tiles of a traced mask and prove its indices, once for each state of its tensors.
 
-`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The first call that
-needs them imports the modules that classify tiles.
+`check_lengths` and `mask_runs` cache their results until a captured tensor changes. The first call
+that needs the modules that classify tiles imports them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import is_fake
 
-_HOST_LIMIT = 1 << 16  # up to so many rows plus columns the CPU computes the tiles for a GPU
+_HOST_LIMIT = 1 << 16  # largest q_len + kv_len at which the CPU computes the tiles for a GPU
 
 _runs: VersionedCache[tuple[BlockRuns, frozenset[Node]]] = VersionedCache(64)
 _proofs: VersionedCache[frozenset[Node]] = VersionedCache(256)
@@ -79,7 +79,7 @@ def mask_runs(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[BlockRuns, frozenset[Node]]:
-    """Classify the tiles of a traced mask.
+    """Return the runs of a traced mask's tiles, and the loads to check at run time.
 
     The result is cached until a captured tensor is replaced or edited in place.
 
@@ -140,7 +140,7 @@ def _runs_by_intervals(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BlockRuns | None:
-    """Classify tiles by the kv interval of each row, for a GPU; None if rows are not intervals.
+    """Classify tiles for a GPU from row intervals, or return None if a row is not one interval.
 
     Every operator on a GPU costs a launch, and its first use costs milliseconds. So the work runs
     on the GPU only if the mask reads data there, or the lengths are large.

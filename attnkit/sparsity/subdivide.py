@@ -1,4 +1,4 @@
-"""Decide tiles without known witnesses by cutting them into smaller and smaller boxes.
+"""Classify tiles without known witnesses by cutting them into smaller and smaller boxes.
 
 Boxes are evaluated by interval arithmetic, like tiles. Most boxes of a tile are soon proven
 unmasked or masked as a whole. Only the undecided boxes are cut again. The smallest ones are
@@ -30,7 +30,7 @@ Sizes = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Lists tiles, and what is known about each.
+    """Holds tiles, and for each whether an unmasked and a masked position are known.
 
     Attributes:
         b, h: int64 [n], indices into the domain's `b` and `h`.
@@ -47,14 +47,14 @@ class Tiles:
     dropped: Tensor
 
     def at(self, where: Tensor) -> Tiles:
-        """Select some of the tiles."""
+        """Return the tiles at indices `where`."""
         return Tiles(
             *(x.index_select(0, where) for x in (self.b, self.h, self.q, self.kv)),
             *(x.index_select(0, where) for x in (self.kept, self.dropped)),
         )
 
     def learn(self, which: Tensor, kept: Tensor, dropped: Tensor) -> None:
-        """Record which kinds of positions an evaluation found in tiles.
+        """Record for some tiles that an unmasked or a masked position was found.
 
         Args:
             which: int64 [m], indices of tiles; they may repeat.
@@ -65,7 +65,7 @@ class Tiles:
         self.dropped.index_fill_(0, which.masked_select(dropped), True)
 
     def undecided(self, which: Tensor) -> Tensor:
-        """Return bool [m]: whether each of these tiles is not yet known to be PARTIAL."""
+        """Return bool [m]: whether each of the tiles `which` is not yet known to be PARTIAL."""
         return ~(self.kept.index_select(0, which) & self.dropped.index_select(0, which))
 
     def __len__(self) -> int:
@@ -74,14 +74,17 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class BoxList:
-    """Lists boxes of one size by the indices of their tiles and their box indices, int64 [n]."""
+    """Holds boxes of one size: the index of each box's tile, and its (q, kv) box indices.
+
+    Each attribute is int64 [n].
+    """
 
     tile: Tensor
     q: Tensor
     kv: Tensor
 
     def at(self, where: Tensor) -> BoxList:
-        """Select some of the boxes."""
+        """Return the boxes at indices `where`."""
         return BoxList(*(x.index_select(0, where) for x in (self.tile, self.q, self.kv)))
 
     def split(self, count: int) -> list[BoxList]:
@@ -95,7 +98,7 @@ class BoxList:
 
 @dataclass(frozen=True, eq=False)
 class Subdivision:
-    """Decides tiles of one mask by cutting them into boxes.
+    """Classifies tiles of one mask by cutting them into boxes.
 
     Attributes:
         blocks: the mask, compiled for evaluation on intervals.
@@ -112,7 +115,7 @@ class Subdivision:
     at_once: int
 
     def decide(self, tiles: Tiles, left: Tensor) -> int:
-        """Decide the tiles `left`: record in `tiles` which kinds of positions they have.
+        """Find which of the tiles `left` have unmasked and masked positions; record it in `tiles`.
 
         Args:
             tiles: all tiles.
@@ -135,7 +138,10 @@ class Subdivision:
 
     @cached_property
     def _whole(self) -> Sizes:
-        """Return the size of a tile, as a power of two on an axis that one tile covers."""
+        """Return the size of a tile in (q, kv) positions.
+
+        On an axis that one tile covers, it is the length rounded up to a power of two.
+        """
         lengths = self.domain.q_len, self.domain.kv_len
         q, kv = (
             block if block < length else 1 << (length - 1).bit_length()
@@ -145,7 +151,7 @@ class Subdivision:
 
     @cached_property
     def _cuts(self) -> list[Sizes]:
-        """Return the numbers of boxes (q, kv) into which each step cuts a box, from tiles on."""
+        """Return for each step, from tiles on, into how many parts (q, kv) it cuts a box."""
         q, kv = (_factors(size) for size in self._whole)
         depth = max(len(q), len(kv))
         padded = [f + [1] * (depth - len(f)) for f in (q, kv)]
@@ -160,7 +166,7 @@ class Subdivision:
         return {}
 
     def _cut(self, tiles: Tiles, boxes: BoxList, cut: Sizes, size: Sizes) -> BoxList:
-        """Cut boxes, evaluate the parts by intervals, and return those that are undecided."""
+        """Cut boxes, evaluate the parts by intervals, and return the undecided parts."""
         if size not in self._tables:
             self._tables[size] = Tables(self.domain, size)
             self._tables[size].build(self.blocks.keys)
@@ -213,7 +219,7 @@ class Subdivision:
     def _evaluate(
         self, tiles: Tiles, boxes: BoxList, size: Sizes, row: Tensor, column: Tensor
     ) -> BoxList:
-        """Evaluate boxes at some of their rows and columns; return boxes of undecided tiles."""
+        """Evaluate boxes at some rows and columns, and return the boxes of undecided tiles."""
         points = len(row) * len(column)
         limit = min(self.at_once, chunk_size(len(boxes) * points, self.domain.device))
         for part in boxes.split(limit // points):
@@ -229,7 +235,7 @@ class Subdivision:
 
 
 def _factors(size: int) -> list[int]:
-    """Return the numbers of parts into which each step cuts a side, until it is small."""
+    """Return the number of parts into which each step cuts a side, until the side is small."""
     factors = []
     while size > _SMALL:
         parts = [n for n in range(2, _PARTS + 1) if size % n == 0 and 2 * size >= n * _SMALL]

@@ -1,10 +1,10 @@
-"""Decide the tiles that interval arithmetic leaves undecided.
+"""Classify the tiles that interval arithmetic leaves undecided.
 
-A tile is PARTIAL as soon as one unmasked and one masked position in it are known: its witnesses.
-The search tries the positions where a mask is likely to change: the corners; positions where a q
-value equals a kv value; the extremes of one-sided expressions in the block; and the diagonals on
-which an expression of q - kv changes between True and False. `subdivide` cuts the tiles without
-witnesses into boxes.
+A tile is PARTIAL as soon as one unmasked and one masked position in it are known, its witnesses.
+The search tries the positions where a mask is likely to change: the corners of the tile; positions
+where a q value equals a kv value; the extremes of one-sided expressions in the block; and the
+diagonals on which an expression of q - kv changes between True and False. `subdivide` cuts the
+tiles without witnesses into boxes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _OPEN = 1  # the state of an undecided tile is PARTIAL, until it is decided
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """Decides tiles of one mask by evaluating it at positions.
+    """Classifies undecided tiles of one mask by evaluating the mask at selected positions.
 
     Attributes:
         root: the mask.
-        blocks: the same mask, rewritten and compiled; its keys say which positions to try.
+        blocks: the same mask, rewritten and compiled; its keys determine which positions to try.
         tables: ranges of the keys.
         checked: loads of the root whose index is not proven to be in range.
         names: names of the captured tensors by slot, for messages.
@@ -69,7 +69,7 @@ class Resolver:
         return max(1, _PASS_BYTES // (5 * max(1, len(nodes))))
 
     def resolve(self, states: Tensor) -> tuple[int, int]:
-        """Replace the undecided entries (1) of `states` by exact states.
+        """Replace the undecided entries (1) of `states` by exact states, in place.
 
         Args:
             states: int8 [b, h, q blocks, kv blocks].
@@ -99,7 +99,7 @@ class Resolver:
         return total, dense
 
     def decide(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, int]:
-        """Classify undecided tiles.
+        """Classify undecided tiles, and return their exact states.
 
         Args:
             b, h: int64 [n], indices into the domain's `b` and `h`.
@@ -185,7 +185,7 @@ class Resolver:
         return _Points(12 * len(changes), positions)
 
     def _diagonals_of(self, tiles: Tiles, changes: Sequence[_Changes]) -> Iterator[Tensor]:
-        """Yield each tile's first and last diagonal where a condition is True, then where False."""
+        """Yield each tile's first and last diagonal where a condition holds, then where not."""
         (q0, q1), (kv0, kv1) = self._ends(tiles)
         first, last = q0 - kv1, q1 - kv0
         origin = self.domain.kv_len - 1
@@ -206,7 +206,7 @@ class Resolver:
 
     @cached_property
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """Return positions of q and of kv to try: block ends, and the extremes of keys.
+        """Return the positions of q and of kv to try: block ends, and positions of keys' extremes.
 
         Returns:
             Two int64 tensors [b, h, blocks, positions].
@@ -261,14 +261,14 @@ _Changes = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Points:
-    """Holds the positions to try in each tile, and their number."""
+    """Holds the number of positions to try in each tile, and the function that returns them."""
 
     count: int
     positions: Callable[[Tiles], tuple[Tensor, Tensor]]
 
 
 def _at(table: Tensor, tiles: Tiles, index: Tensor) -> Tensor:
-    """Gather one entry of a table [b, h, length, ...] per tile; b or h may be shared."""
+    """Gather one entry of a table [b, h, length, ...] per tile; b or h may be 1 (shared)."""
     b, h, length = table.shape[:3]
     for size, place, stride in ((b, tiles.b, h * length), (h, tiles.h, length)):
         if size > 1:
@@ -307,7 +307,7 @@ def _extreme_positions(value: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _distinct(places: Tensor) -> Tensor:
-    """Drop positions that a block lists several times, as far as every block can.
+    """Drop repeated positions of each block. All blocks keep the same number of positions.
 
     A mask of hundreds of conditions lists each position of a block many times.
 
@@ -324,14 +324,15 @@ def _distinct(places: Tensor) -> Tensor:
 
 
 def _nearest_changes(value: Tensor) -> _Changes:
-    """Return for every diagonal the nearest ones where `value` is True, and where it is False.
+    """Return for every diagonal the nearest diagonals where `value` is True and where it is False.
 
     Args:
         value: bool [b, h, diagonals].
 
     Returns:
-        Four int64 tensors like `value`: the first True from there on, the last True up to there,
-        the first False, the last False. The number of diagonals, or -1, stands for none.
+        Four int64 tensors like `value`: the first True from the diagonal on, the last True up to
+        it, and the same for False. If there is none, the first is the number of diagonals and the
+        last is -1.
     """
     length = value.shape[-1]
     at = torch.arange(length, device=value.device).expand(value.shape)

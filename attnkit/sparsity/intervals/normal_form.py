@@ -2,7 +2,7 @@
 
 A kernel then tests a score with two comparisons per interval, against ends that are known per row,
 instead of evaluating the mask. For causal masks, windows, prefixes, sinks and padding the ends are
-formulas. For documents, `ids[q] == ids[kv]` with ids in order, they are tables computed from the
+formulas. For documents, `ids[q] == ids[kv]` with sorted ids, the ends are tables computed from the
 ids.
 """
 
@@ -40,7 +40,7 @@ from attnkit.util.data_state import settled_state_of
 from attnkit.util.devices import resolve_device
 from attnkit.util.tensor_cache import VersionedCache
 
-MAX_INTERVALS = 4  # per row: with more, evaluating the mask costs no more
+MAX_INTERVALS = 4  # per row; with more intervals, evaluating the mask is as cheap
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Intervals:
     """Holds a mask in interval normal form.
 
     Row (b, h, q) keeps exactly the kv in 0 .. kv_len - 1 with `low <= kv < high` for at least one
-    pair. Intervals of a row may overlap or be empty; their ends may lie outside 0 .. kv_len.
+    pair. Intervals of a row may overlap or be empty. Their ends may be outside 0 .. kv_len.
 
     Attributes:
         bounds: pairs (low, high) of int32 expressions of b, h, q and the tensors.
@@ -56,8 +56,8 @@ class Intervals:
             data; valid until a captured tensor is edited.
         names: names of the tensors by slot.
         captured: number of captured tensors.
-        shape: (batch, heads, q_len, kv_len) for which this is valid; batch and heads are 1 where
-            the mask does not read b, or h.
+        shape: (batch, heads, q_len, kv_len) for which the intervals are valid; batch and heads are
+            1 where the mask does not read b, or h.
     """
 
     bounds: tuple[tuple[Node, Node], ...]
@@ -81,11 +81,11 @@ class Intervals:
     def rows(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Tensor:
-        """Evaluate the ends of the intervals of every row.
+        """Return the ends (low, high) of the intervals of every row.
 
         Args:
             dtype: dtype of the mask's floats.
-            device: device of the result; None: that of the tensors, else the CPU.
+            device: device of the result. None: the device of `tensors`, else the CPU.
 
         Returns:
             int32 [batch, heads, q_len, intervals, 2], clipped to 0 .. kv_len.
@@ -100,7 +100,10 @@ class Intervals:
     def ends(
         self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> list[Tensor]:
-        """Return what `rows` returns as a list: low, high, low, ..., [batch, heads, q_len] each."""
+        """Return the ends that `rows` returns as a list of tensors: low, high, low, ...
+
+        Each tensor is int32 [batch, heads, q_len].
+        """
         batch, heads, q_len, kv_len = self.shape
         device = _device(self.tensors) if device is None else device
         names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
@@ -131,7 +134,7 @@ class Intervals:
 
 
 class NoIntervals(NamedTuple):
-    """Says why a mask has no interval normal form.
+    """Holds the reason why a mask has no interval normal form.
 
     Attributes:
         reason: the reason, as text.
@@ -296,7 +299,10 @@ def _find(
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device of the tensor of most dimensions; 0-d tensors may be on the CPU."""
+    """Return the device of the tensor with the most dimensions, or the CPU without tensors.
+
+    0-d tensors may be on the CPU while the others are on a GPU.
+    """
     return max(tensors, key=lambda t: t.ndim).device if tensors else torch.device("cpu")
 
 
@@ -304,7 +310,7 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
     """Rewrite the mask by its equalities (`equate`), and find which nodes are proven in bounds.
 
     Returns:
-        The rewritten mask; and its nodes if all are proven, else none.
+        The rewritten mask, and the set of its nodes if all are proven, else an empty set.
     """
 
     def check(root: Node) -> frozenset[Node]:
@@ -330,10 +336,10 @@ def _prepared(mask: Traced, domain: Domain) -> tuple[Node, frozenset[Node]]:
 
 
 def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
-    """Reduce spans to as few as the rows need; keep formulas if they are few, else store tables.
+    """Reduce spans to as few as the rows need, with ends that are formulas or else tables.
 
     Raises:
-        Refusal: a row needs more than `most`.
+        Refusal: a row needs more than `most` spans.
     """
     nodes = [n for s in spans for n in ends(s)]
     tables.check(nodes)
@@ -352,7 +358,7 @@ def _reduced(spans: Spans, tables: RowTables, most: int, kv_len: int) -> Spans:
 def _result(
     spans: Spans, tables: RowTables, captured: int, shape: tuple[int, int, int, int]
 ) -> Intervals:
-    """Build the result; drop unused tables and renumber the slots."""
+    """Build the `Intervals` of spans: drop unused tables and renumber the slots."""
     pairs = tuple(ends(s) for s in spans)
     used = [s for s in ir.slots(*(n for pair in pairs for n in pair)) if s >= captured]
     slots = [*range(captured), *used]

@@ -1,8 +1,8 @@
 """Find, for many rows at once, the intervals of positions whose values satisfy a condition.
 
 Values of positions have shape [b, h, points]. Tensors of rows, such as the ends of intervals, have
-shape [b, h, rows, n]. All sizes but the last broadcast: 1 means shared. A search returns at most
-`limit` intervals for every row, or None if a row needs more.
+shape [b, h, rows, n]. All sizes but the last broadcast: 1 means shared. A search returns the ends
+(low, high) of at most `limit` intervals for every row, or None if a row needs more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASS_NUMBERS = 1 << 18
 
 
 class TrueRuns:
-    """Finds maximal runs of True positions.
+    """Finds the maximal runs of True positions inside intervals.
 
     Args:
         mask: bool [b, h, points].
@@ -33,7 +33,7 @@ class TrueRuns:
         self._stops = (edge[..., 1:] < 0).flatten().nonzero().squeeze(1) + 1
 
     def within(self, low: Tensor, high: Tensor, limit: int) -> Ends | None:
-        """Return the parts of the runs inside intervals.
+        """Return the parts of the runs of True positions inside the intervals `low` to `high`.
 
         Args:
             low, high: int64 ends of the intervals, from 0 to points.
@@ -56,7 +56,7 @@ class TrueRuns:
 
 
 class AscendingPieces:
-    """Finds where values lie in a range, by a search in each piece in which they never decrease.
+    """Finds positions with values in a range, by binary search in each non-decreasing piece.
 
     Args:
         values: int64 [b, h, points].
@@ -72,12 +72,14 @@ class AscendingPieces:
         self._key: Tensor | None = None
         if self._starts.numel() * self._step < _KEY_LIMIT:
             piece = falls.flatten().cumsum(0) - 1
-            self._key = piece * self._step + (values.flatten() - self._least)  # sorted throughout
+            self._key = piece * self._step + (values.flatten() - self._least)  # sorted everywhere
 
     def between(
         self, first: Tensor | None, stop: Tensor | None, low: Tensor, high: Tensor, limit: int
     ) -> Ends | None:
-        """Find where `first <= value < stop` inside intervals: one interval per piece.
+        """Return the intervals inside `low` to `high` where `first <= value < stop`.
+
+        The result has one interval per piece.
 
         Args:
             first, stop: int64 [b, h, rows, 1], None for no limit on that side.
@@ -107,7 +109,7 @@ class AscendingPieces:
 
 
 class ValueIndex:
-    """Finds the positions of a value, by a sorted index of the runs of equal values.
+    """Finds the positions of a value with a sorted index of the runs of equal values.
 
     Args:
         values: int64 [b, h, points], in any order.
@@ -128,7 +130,7 @@ class ValueIndex:
             self._key, self._order = key.sort(stable=True)
 
     def equal(self, target: Tensor, limit: int) -> Ends | None:
-        """Find where the value equals `target`.
+        """Return the intervals of positions whose value equals `target`.
 
         Args:
             target: int64 [b, h, rows, 1].
@@ -154,10 +156,10 @@ class ValueIndex:
 
 
 def equal_in_order(values: Tensor, target: Tensor) -> Ends | None:
-    """Find where ascending values [b, h, points] equal `target` [b, h, rows, 1].
+    """Return the intervals where ascending values [b, h, points] equal `target` [b, h, rows, 1].
 
-    Return None if the values decrease somewhere. On a GPU these two searches through all points are
-    faster than the many operators of `ValueIndex`.
+    The result is None if the values decrease somewhere. On a GPU these two searches through all
+    points are faster than the many operators of `ValueIndex`.
     """
     if not bool((values[..., 1:] >= values[..., :-1]).all()):
         return None
@@ -195,7 +197,7 @@ def search_in_passes(
 
 
 def compact(low: Tensor, high: Tensor, points: int) -> Ends:
-    """Return the fewest intervals for the same sets: sort them, and merge those that touch.
+    """Sort the intervals of each row, and merge those that overlap or touch.
 
     Args:
         low, high: ends, [b, h, rows, n].
@@ -232,7 +234,7 @@ def _range(values: Tensor) -> tuple[int, int]:
 
 
 def _bases(values: Tensor) -> Tensor:
-    """Return where the points of each (b, h) begin in the flattened values, [b, h, 1, 1]."""
+    """Return the offset of the points of each (b, h) in the flattened values, [b, h, 1, 1]."""
     b, h, points = values.shape
     return (torch.arange(b * h, device=values.device) * points).view(b, h, 1, 1)
 

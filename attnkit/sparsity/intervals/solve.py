@@ -1,9 +1,9 @@
 """Solve a mask for kv: compute from its graph the spans that each row keeps.
 
-Negations are pushed to the comparisons. A conjunction narrows a window member by member; a
-disjunction unites what its members keep inside the window. A comparison is solved for kv by
-inverting affine sums, floor divisions, shifts, abs, min, max and where. An expression that cannot
-be inverted, but depends on kv alone or on q - kv alone, is evaluated and searched (`tables`).
+Negations are pushed down to the comparisons. A conjunction narrows a window member by member. A
+disjunction is the union of what its members keep inside the window. A comparison is solved for kv
+by inverting affine sums, floor divisions, shifts, abs, min, max and where. If an expression cannot
+be inverted, but depends on kv alone or on q - kv alone, its values are searched (`tables`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ONE = Affine((), 1)
 
 
 class Solver:
-    """Solves bool expressions for kv, inside a window of each row."""
+    """Solves bool expressions for kv, inside a window of kv positions of each row."""
 
     def __init__(self, sides: Sides, algebra: SpanAlgebra, tables: RowTables) -> None:
         self._sides = sides
@@ -97,7 +97,10 @@ class Solver:
         return self.solve(build(op, negate(a), b), keep, window)
 
     def _choose(self, c: Node, a: Node, b: Node, keep: bool, window: Spans) -> Spans:
-        """Solve `where(c, a, b)`; swap the operands of an xor if only b is known per row."""
+        """Return the part of the window where `where(c, a, b)` equals `keep`.
+
+        The operands of an xor are swapped if only `b` is known per row.
+        """
         if self._sides.side(c) not in _ROW and self._sides.side(b) in _ROW and a is negate(b):
             c, a, b = b, negate(c), c  # c ^ b = b ^ c
         then = self.solve(a, keep, self.solve(c, True, window))
@@ -105,7 +108,7 @@ class Solver:
         return self._algebra.join(then, other)
 
     def _every(self, op: str, members: Sequence[Node], keep: bool, window: Spans) -> Spans:
-        """Narrow the window by each member; retry refused members in the narrower window."""
+        """Narrow the window by each member, and retry refused members in the narrower window."""
         waiting = list(members)
         while waiting:
             refused: dict[Node, Refusal] = {}
@@ -141,14 +144,14 @@ class Solver:
         return union
 
     def _group(self, n: Node, members: Sequence[Node]) -> list[Node]:
-        """Return the members on the side of `n`, if one search can solve all of them together."""
+        """Return the members on the side of `n`, or none if that side cannot be searched."""
         side = self._sides.side(n)
         return [m for m in members if self._sides.side(m) is side] if side in _SEARCHED else []
 
     def _grouped(
         self, op: str, members: Sequence[Node], refused: list[Node], keep: bool, window: Spans
     ) -> tuple[list[Node], Spans]:
-        """Search for refused members of one side together: combined they may keep fewer intervals.
+        """Solve refused members of one side by a common search, which may find fewer intervals.
 
         Returns:
             The members that are still refused, and the narrowed window.
@@ -165,7 +168,7 @@ class Solver:
         return refused, window
 
     def _by_values(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Solve by evaluating an expression of kv alone, or of q - kv alone, at every position."""
+        """Solve an expression of kv alone, or of q - kv alone, by evaluating every position."""
         side = self._sides.side(n)
         search = self._tables.where_kv if side is Side.KV else self._tables.where_diagonal
         return search(n, keep, window)
@@ -188,7 +191,10 @@ class Solver:
     def _between(
         self, sums: Affine, low: Affine | None, high: Affine | None, window: Spans
     ) -> Spans:
-        """Find where `low <= sums < high`; the ends depend on the row alone, None for no limit."""
+        """Return the part of the window where `low <= sums < high`.
+
+        The ends `low` and `high` depend on the row alone. None means no limit.
+        """
         terms = [(n, c) for n, c in sums.terms if self._sides.side(n) not in _ROW]
         row = Affine(tuple(t for t in sums.terms if t not in terms), sums.offset).scaled(-1)
         low, high = (None if x is None else x.plus(row) for x in (low, high))
@@ -200,7 +206,7 @@ class Solver:
         return self._searched(terms, low, high, window)
 
     def _gate(self, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Return the window in the rows where `low <= 0 < high`, nothing in other rows."""
+        """Return the window in rows where `low <= 0 < high`, and nothing in other rows."""
         for op, x in (("le", low), ("gt", high)):
             if x is not None:
                 gate = build(op, self._node(x), const(0))
@@ -210,7 +216,7 @@ class Solver:
     def _divided(
         self, low: Affine | None, high: Affine | None, c: int
     ) -> tuple[Affine | None, Affine | None]:
-        """Return ends for x such that `low <= c * x < high`."""
+        """Return limits (low, high) of x that are equivalent to `low <= c * x < high`."""
         if c < 0:  # 1 - high <= -c * x < 1 - low
             low, high = (None if x is None else _ONE.plus(x.scaled(-1)) for x in (high, low))
         if abs(c) == 1:
@@ -243,7 +249,7 @@ class Solver:
         return self._tables.between(tuple(terms), first, stop, window)
 
     def _inverted(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Find where `low <= n < high` for one node that depends on kv."""
+        """Return the part of the window where `low <= n < high`, for a node that depends on kv."""
         self._step()
         if n is KV:
             lows = () if low is None else (self._node(low),)
@@ -258,7 +264,7 @@ class Solver:
                 raise
         return self._searched([(n, 1)], low, high, window)
 
-    # --- inverses: each finds where `low <= n < high` for one operation
+    # --- inverses: each returns the part of the window where `low <= n < high`, for one operation
 
     def _inside(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
         return self._between(self._sides.affine(n), low, high, window)
@@ -283,10 +289,10 @@ class Solver:
         return self._algebra.join(above, below)
 
     def _least(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
-        """Solve `low <= min(x, y) < high`, or the same for max.
+        """Return the part of the window where `low <= min(x, y) < high`, or the same for max.
 
-        For min both arguments are at least low and one is below high; for max both are below high
-        and one is at least low.
+        For min, both arguments are at least `low` and one is below `high`. For max, both are below
+        `high` and one is at least `low`.
         """
         ends = ((low, None), (None, high))
         every, some = ends if n.op == "min" else ends[::-1]

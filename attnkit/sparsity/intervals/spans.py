@@ -1,9 +1,9 @@
 """Represent the kv positions that each row keeps, as unions of spans with symbolic ends.
 
-A `Span` keeps, in the rows where all its gates are True, the positions that are not below any of
-its `lows` and are below all of its `highs`. Ends and gates are expressions of b, h, q and captured
-tensors. Intersection is exact: it collects the ends. A union of two spans becomes one span only
-if that is provably the same set.
+In rows where all its gates are True, a `Span` keeps the positions that are not below any of its
+`lows` and are below all of its `highs`. In other rows it keeps nothing. Ends and gates are
+expressions of b, h, q and captured tensors. An intersection is exact: it collects the ends. A union
+of two spans becomes one span only if that is provably the same set.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NOTHING: Spans = ()
 
 
 def rows_where(gate: Node) -> Spans:
-    """Return spans that keep every position in the rows where `gate` is True, none in others."""
+    """Return spans that keep every position in rows where `gate` is True, and none elsewhere."""
     if gate.op == "const":
         return EVERYTHING if gate.attr else NOTHING
     return (Span(gates=(gate,)),)
 
 
 def ends(span: Span) -> tuple[Node, Node]:
-    """Combine the ends and gates of a span to one low and one high end, 0 if a gate is False."""
+    """Return one low and one high end of a span. In rows where a gate is False, high is 0."""
     low = _folded("max", span.lows) if span.lows else ZERO
     high = _folded("min", span.highs) if span.highs else UNLIMITED
     return low, build("where", _folded("and", span.gates), high, ZERO) if span.gates else high
@@ -66,7 +66,7 @@ def to_node(sums: Affine) -> Node:
 
 
 class SpanAlgebra:
-    """Intersects and unites spans, and simplifies the result where facts about ends are proven."""
+    """Computes intersections and unions of spans, and simplifies them by proven facts."""
 
     def __init__(self, sides: Sides) -> None:
         self._sides = sides
@@ -110,7 +110,7 @@ class SpanAlgebra:
 
     @staticmethod
     def _tightest(nodes: Iterable[Node], implies: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
-        """Select the ends that no other end implies."""
+        """Return the ends that no other end implies."""
         kept: list[Node] = []
         for n in dict.fromkeys(nodes):
             if not any(implies(m, n) for m in kept):
@@ -135,7 +135,7 @@ class SpanAlgebra:
         return tuple(spans)
 
     def _merged(self, x: Span, y: Span) -> Span | None:
-        """Return one span that is provably the union of two; None if none is known."""
+        """Return one span that is provably the union of two, or None if none is known."""
         if self._inside(x, y):
             return y
         if self._inside(y, x):
@@ -152,7 +152,7 @@ class SpanAlgebra:
         )
 
     def _hull(self, x: Span, y: Span) -> Span | None:
-        """Unite two spans with the same gates if they begin or end together, or provably touch."""
+        """Return the union of two spans with equal gates, or None if it may not be one span."""
         same_low, same_high = set(x.lows) == set(y.lows), set(x.highs) == set(y.highs)
         touch = all(
             self.at_most(low, high) for low in (*x.lows, *y.lows) for high in (*x.highs, *y.highs)
@@ -172,7 +172,10 @@ class SpanAlgebra:
         return Span(lows, highs, x.gates)
 
     def _chosen(self, x: Span, y: Span) -> Span | None:
-        """Unite as `where(gate, x, y)` if gates exclude each other, or one span is a whole row."""
+        """Return the union of two spans as `where(gate, x, y)`, or None if no gate selects one.
+
+        A gate selects one if the other span has its negation, or if one span keeps whole rows.
+        """
         common = tuple(g for g in x.gates if g in y.gates)
         opposed = next((g for g in x.gates if negate(g) in y.gates), None)
         if opposed is not None:

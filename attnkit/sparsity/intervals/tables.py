@@ -1,9 +1,9 @@
 """Compute spans from data: evaluate a function of kv at every position, and search the values.
 
 `doc[q] == doc[kv]` with sorted ids keeps one span per row, but there is no formula for its ends. A
-search in the evaluated values finds them, and tables store them; the ends of the span are loads
-from these tables. Computing a table takes O(n log n) for n = q_len + kv_len, whatever the
-expression is.
+search in the evaluated values finds the ends, and tables store them. The ends of the span are then
+loads from these tables. Computing a table takes O(n log n) time for n = q_len + kv_len, for any
+expression.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_SEARCHES = 100
 
 
 class Refusal(Exception):
-    """Raised where a mask has no interval form; the message says why."""
+    """Raised if a mask has no interval form. The message says why."""
 
 
 class RowTables:
@@ -86,7 +86,7 @@ class RowTables:
         self._left -= 1
 
     def equal(self, terms: Terms, target: Node, window: Spans) -> Spans:
-        """Find where a sum of kv terms equals a row-level integer.
+        """Return the part of the window where a sum of kv terms equals the row's `target`.
 
         Raises:
             Refusal: the sum takes the value in too many places.
@@ -109,7 +109,7 @@ class RowTables:
         return self._algebra.meet(window, self.store(row_ends, sources))
 
     def between(self, terms: Terms, low: Node | None, high: Node | None, window: Spans) -> Spans:
-        """Find where `low <= sum of kv terms < high`.
+        """Return the part of the window where `low <= sum of kv terms < high`.
 
         Raises:
             Refusal: the sum increases and decreases too often.
@@ -130,10 +130,10 @@ class RowTables:
         raise Refusal(f"`{shown}` is not in order along kv")
 
     def where_kv(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Find where a bool expression of kv equals `keep`.
+        """Return the part of the window where a bool expression of kv equals `keep`.
 
         Raises:
-            Refusal: it does in too many separate intervals.
+            Refusal: the expression equals `keep` in too many separate intervals.
         """
         self._count()
         runs = TrueRuns(self._domain.all_values(key_of(n, Side.KV)) == keep)
@@ -144,10 +144,10 @@ class RowTables:
         return spans
 
     def where_diagonal(self, n: Node, keep: bool, window: Spans) -> Spans:
-        """Find where a bool expression of q - kv equals `keep`.
+        """Return the part of the window where a bool expression of q - kv equals `keep`.
 
         Raises:
-            Refusal: it does in too many separate intervals.
+            Refusal: the expression equals `keep` in too many separate intervals.
         """
         self._count()
         mask = self._domain.all_values(key_of(n, Side.DIAGONAL)) == keep
@@ -173,7 +173,9 @@ class RowTables:
         sources: Sequence[Node],
         window: Spans,
     ) -> Spans | None:
-        """Search whole rows, so that the window's ends stay symbolic; if that fails, the window.
+        """Run a search in whole rows, or only in the window if whole rows have too many results.
+
+        After a search in whole rows, the ends of the window stay symbolic.
 
         Returns:
             The spans inside the window; None if a row needs too many.
@@ -194,7 +196,7 @@ class RowTables:
     # --- evaluation
 
     def ends_of(self, spans: Spans) -> Ends:
-        """Evaluate the ends in every row: int64 [b, h, rows, spans], clipped to 0 .. kv_len.
+        """Return the ends of spans in every row, int64 [b, h, rows, spans], clipped to kv_len.
 
         Raises:
             Refusal: an end may leave int32, or there are too many to hold in memory.
@@ -209,7 +211,7 @@ class RowTables:
         """Check that row-level expressions stay in int32 and inside their tensors.
 
         Raises:
-            Refusal: one may not.
+            Refusal: an expression may leave int32, or an index may leave its tensor.
         """
         if self._proven.issuperset(nodes):
             return
@@ -232,7 +234,7 @@ class RowTables:
             raise Refusal(f"the index in `{self.formula(next(iter(unproven)))}` is not proven")
 
     def _at_rows(self, nodes: Sequence[Node]) -> list[Tensor]:
-        """Evaluate row-level integers: int64 [b, h, rows]."""
+        """Evaluate row-level integers in every row: int64 [b, h, rows] each."""
         self.check(nodes)
         domain = self._domain
         env = {"b": domain.b.view(-1, 1, 1), "h": domain.h.view(-1, 1)}
@@ -259,7 +261,7 @@ class RowTables:
     # --- tables
 
     def store(self, row_ends: Ends, sources: Sequence[Node]) -> Spans:
-        """Store the ends of spans in new tables; return spans that load them.
+        """Store the ends of spans in new tables, and return spans that load the ends from them.
 
         Args:
             row_ends: int64 [b, h, rows, spans] each.
@@ -278,7 +280,7 @@ class RowTables:
     def _table(self, values: Tensor, sources: Sequence[Node], what: str) -> Node:
         """Store values [b, h, rows] in a table and return a load from it.
 
-        A single value that does not depend on data needs no table: return a constant.
+        A single value that does not depend on data needs no table. The result is then a constant.
         """
         loaded = ir.slots(*sources)
         if values.numel() == 1 and not loaded:
@@ -296,6 +298,6 @@ class RowTables:
 
 
 def _same_ends(low: int, high: int, like: Tensor) -> Ends:
-    """Return the ends of one interval, as tensors that broadcast to all rows."""
+    """Return the ends of one interval as tensors that broadcast to all rows."""
     both = torch.tensor([[[[low, high]]]], device=like.device)
     return both[..., :1], both[..., 1:]

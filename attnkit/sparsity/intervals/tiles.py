@@ -1,9 +1,9 @@
-"""Classify the tiles of masks whose rows keep one interval each, with monotone ends.
+"""Classify the tiles of masks whose rows keep one interval each, with ends that never decrease.
 
 Causal masks, windows, prefixes and packed documents are such masks: neither end decreases from row
 to row. The tiles that a block of rows touches are then one run, and so are its FULL tiles. Both
-follow from the first and last row of the block; a search gives the same along the columns. A few
-dozen operators on [rows] compute all tiles, however complex the mask is. On a GPU, where each
+runs follow from the first and the last row of the block. A search gives the runs along the columns.
+A few dozen operators on [rows] compute all tiles, however complex the mask is. On a GPU, where each
 operator costs a launch, that takes a small part of the time of `classify`.
 """
 
@@ -26,7 +26,7 @@ def tiles_of(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> BlockRuns | None:
-    """Classify the tiles of a mask in interval normal form.
+    """Classify the tiles of a mask if each row keeps one interval and no end ever decreases.
 
     Args:
         intervals: the mask, valid for the current data of its captured tensors.
@@ -104,7 +104,7 @@ def _candidates(
 
 
 def _runs(candidates: list[list[tuple[Tensor, Tensor]]]) -> list[Runs]:
-    """Build one `Runs` from each pair of starts and stops; drop empty runs."""
+    """Build one `Runs` from each pair of starts and stops, without empty runs."""
     parts = [pair for pairs in candidates for pair in pairs]
     start = torch.cat([start.flatten() for start, _ in parts])
     length = torch.cat([stop.flatten() for _, stop in parts]) - start

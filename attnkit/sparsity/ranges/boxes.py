@@ -1,9 +1,10 @@
-"""Compute ranges of a captured tensor over boxes of indices, where an index reads q and kv both.
+"""Compute the value range of a captured tensor over boxes of indices.
 
-Along each axis two overlapping windows of a power-of-two length cover a box, as in a sparse table
-for range-minimum queries. For each window length that occurs, the tensor is reduced over all such
-windows once, by doubling. The range is exact for any box. If the tensor is too large for that, the
-range is that of the whole tensor, and evaluation decides the tiles.
+This serves loads whose index depends on q and kv together. Along each axis two overlapping windows
+of a power-of-two length cover a box, as in a sparse table for range-minimum queries. For each
+window length that occurs, the tensor is reduced over all such windows once, by doubling. The range
+is exact for any box. If the tensor is too large for that, the range of the whole tensor is
+returned, and tiles that it leaves undecided are evaluated.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _doubled(values: Tensor, axis: int, span: int, reduce: Reduce) -> Tensor:
 def _boxes(
     index: Sequence[Interval], shape: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Convert index intervals to boxes of a tensor and find the window length of each axis.
+    """Convert index intervals to boxes of a tensor, and find the window length of each axis.
 
     Returns:
         The first and the last entry of the boxes along each axis, and a code for the window
@@ -113,7 +114,7 @@ def _boxes(
     first, last = [], []
     code = index[0][0].new_zeros(())
     for axis, ((low, high), size) in enumerate(zip(index, shape, strict=True)):
-        wraps = high < 0  # all negative: counted from the end
+        wraps = high < 0  # all indices are negative: they count from the end
         low, high = torch.where(wraps, low + size, low), torch.where(wraps, high + size, high)
         outside = (low < 0) | (high >= size)
         first.append(low.masked_fill(outside, 0))

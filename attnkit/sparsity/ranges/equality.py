@@ -1,8 +1,8 @@
 """Make equalities between a q value and a kv value exact on tiles.
 
 If every block holds all integers between its least and its greatest value, as with sorted ids,
-interval arithmetic is exact already. Otherwise the tiles that hold equal values are tabulated
-(`equality_sets`); if they are too many to list, the tables hold a sample of them.
+interval arithmetic is already exact. Otherwise the tiles that hold equal values are tabulated
+(`equality_sets`). If there are too many such tiles to list, the tables hold a sample of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tabulate_equalities(blocks: Blocks, tables: Tables) -> None:
 
 
 def _tabulate(n: Node, recipe: Compare, tables: Tables) -> None:
-    """Tabulate one equality."""
+    """Fill `tables.equal` or `tables.samples` for the equality `n`."""
     from attnkit.sparsity.ranges.equality_sets import Pairs, find_matches  # few masks have any
 
     domain, block = tables.domain, tables.block
@@ -55,7 +55,7 @@ def _is_two_sided(recipe: Compare) -> bool:
 
 
 def _values_of(total: Total, domain: Domain, side: Side, block: int) -> BlockValues:
-    """Evaluate a sum of keys of one side and of constant keys."""
+    """Evaluate a sum of keys of one side, plus constant keys, at every position of the side."""
     from attnkit.sparsity.ranges.equality_sets import BlockValues
 
     varying = [key for key in total.keys if key.side is side]

@@ -1,10 +1,10 @@
 """Find which tiles hold equal values: exact tiles for `A(q) == B(kv)` with values in any order.
 
-The ranges of two blocks may overlap although the blocks share no value, so intervals say little
-about unsorted ids or selected blocks. If there are few different values, each block stores one bit
+The ranges of two blocks may overlap although the blocks share no value, so intervals are too coarse
+for unsorted ids or selected blocks. If there are few different values, each block stores one bit
 per value. For many values, the pairs of blocks that share a value are listed, each with a q and a
-kv position where it occurs. If there are too many pairs, a sample of them is listed; it serves only
-to find unmasked positions.
+kv position of the value. If there are too many pairs, only a sample of them is listed. The sample
+serves to find unmasked positions.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ class Bits:
     kv: Tensor
 
     def among(self, may: Tensor, qi: Tensor, ki: Tensor, lead: Lead | None) -> Tensor:
-        """Return which of the tiles `may` hold equal values; tiles as for `Tables.look_up`."""
+        """Return `may`, set to False for tiles that hold no equal values.
+
+        `qi`, `ki` and `lead` select the tiles as in `Tables.look_up`.
+        """
         return may & ((entries(self.q, qi, lead) & entries(self.kv, ki, lead)) != 0)
 
     def coarser(self, factor: int) -> Bits:
-        """Return the table for groups of `factor` x `factor` tiles."""
+        """Return the sets of values for groups of `factor` x `factor` tiles."""
         return Bits(*(_grouped(bits, factor) for bits in (self.q, self.kv)))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Lists the tiles that hold a pair of equal values.
+    """Lists the tiles that hold a q value and a kv value that are equal.
 
     Attributes:
         shape: (b or 1, h or 1, q blocks, kv blocks).
         tile: int64 [n], flat indices of the tiles in that shape, ascending.
-        q, kv: int64 [n], for each tile a q and a kv position with equal values.
+        q, kv: int64 [n], a q and a kv position with equal values in each tile.
         dense: bool [all tiles], whether each tile is in the list; None if there are too many tiles.
         whole: whether all such tiles are listed, not only a sample.
     """
@@ -67,7 +70,7 @@ class Pairs:
     def from_tiles(
         shape: tuple[int, int, int, int], tile: Tensor, q: Tensor, kv: Tensor, whole: bool = True
     ) -> Pairs:
-        """Build the list from tiles in any order; tiles may repeat."""
+        """Build the list from tiles in any order. Tiles may occur several times."""
         tile, order = tile.sort()
         fresh = torch.ones_like(tile, dtype=torch.bool)
         torch.ne(tile[1:], tile[:-1], out=fresh[1:])
@@ -80,7 +83,10 @@ class Pairs:
         return Pairs(shape, tile, q.index_select(0, order), kv.index_select(0, order), dense, whole)
 
     def among(self, may: Tensor, qi: Tensor, ki: Tensor, lead: Lead | None) -> Tensor:
-        """Return which of the tiles `may` hold equal values; tiles as for `Tables.look_up`."""
+        """Return `may`, set to False for tiles that hold no equal values.
+
+        `qi`, `ki` and `lead` select the tiles as in `Tables.look_up`.
+        """
         number, may = torch.broadcast_tensors(self._number(qi, ki, lead), may)
         if self.dense is not None:
             return may & self.dense.index_select(0, number.reshape(-1)).view(number.shape)
@@ -88,7 +94,7 @@ class Pairs:
         return torch.zeros_like(may).masked_scatter(may, listed)
 
     def witnesses(self, qi: Tensor, ki: Tensor, lead: Lead) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a position with equal values for each of tiles [n].
+        """Return a (q, kv) position with equal values in each of the tiles [n].
 
         Returns:
             q and kv, int64 [n], and bool [n]: whether the tile is listed.
@@ -107,7 +113,7 @@ class Pairs:
         return Pairs.from_tiles(shape, tile, self.q, self.kv)
 
     def _place(self, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of tiles in the (nonempty) list, and whether they are in it."""
+        """Return the index of each tile in the (nonempty) list, and whether the tile is in it."""
         place = torch.searchsorted(self.tile, number).clamp(max=self.tile.numel() - 1)
         return place, self.tile.index_select(0, place) == number
 
@@ -128,7 +134,7 @@ Matches = Bits | Pairs
 
 @dataclass(frozen=True, eq=False)
 class BlockValues:
-    """Holds the values at the positions of all blocks; runs of equal values are stored once.
+    """Holds the value at every position; a run of equal values in a block is stored once.
 
     Attributes:
         shape: (b or 1, h or 1, positions).
@@ -146,12 +152,12 @@ class BlockValues:
 
     @staticmethod
     def of(pieces: Iterable[tuple[int, Tensor]], length: int, block: int) -> BlockValues:
-        """Collect the values of consecutive pieces.
+        """Build the `BlockValues` of consecutive pieces of positions.
 
         Args:
             pieces: first position, and int64 values [b or 1, h or 1, positions], of each piece.
-            length: positions of all pieces together.
-            block: positions of a block.
+            length: number of positions of all pieces together.
+            block: number of positions of a block.
         """
         places, values, gaps = [], [], []
         b = h = 1
@@ -176,13 +182,13 @@ class BlockValues:
         return BlockValues((b, h, length), torch.cat(places), torch.cat(values), solid)
 
     def within(self, low: int, high: int) -> BlockValues:
-        """Select the values from low to high, both included."""
+        """Return the values from `low` to `high`, both included."""
         inside = (self.value >= low) & (self.value <= high)
         place, value = (x.masked_select(inside) for x in (self.place, self.value))
         return BlockValues(self.shape, place, value, self.solid)
 
     def expand(self, b: int, h: int) -> BlockValues:
-        """Repeat values that batches or heads share, for `b` batches and `h` heads."""
+        """Repeat the values that batches or heads share for `b` batches and `h` heads."""
         if self.shape[:2] == (b, h):
             return self
         length = self.shape[2]
@@ -200,14 +206,14 @@ class BlockValues:
 
 
 def find_matches(q: BlockValues, kv: BlockValues, block: tuple[int, int]) -> Matches | None:
-    """Find the tiles that hold equal values.
+    """Find the tiles that hold a q value and a kv value that are equal.
 
     Args:
         q, kv: the values.
         block: (q, kv) positions of a tile.
 
     Returns:
-        All such tiles; if they are too many, a sample of them (`Pairs` with whole=False) or None.
+        All such tiles. If there are too many, a sample of them (`Pairs` with whole=False) or None.
     """
     ends = torch.stack([end for x in (q, kv) for end in torch.aminmax(x.value)]).tolist()
     low, high = max(ends[0], ends[2]), min(ends[1], ends[3])
@@ -237,7 +243,7 @@ def _pairs(q: BlockValues, kv: BlockValues, block: tuple[int, int], span: int) -
     q, kv = q.expand(b, h), kv.expand(b, h)
     lengths = q.shape[2], kv.shape[2]
     shape = b, h, -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
-    # one number per value and (b, h): all values lie within one span, so `% span` is unique
+    # one number per value and (b, h): all values are within one span, so `% span` is unique
     kv_key, order = (kv.place // lengths[1] * span + kv.value % span).sort()
     q_key = q.place // lengths[0] * span + q.value % span
     first = torch.searchsorted(kv_key, q_key)

@@ -44,14 +44,14 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """Looks up the range of one key."""
+    """Recipe that looks up the range of one key."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Total:
-    """Computes `sum(keys) + sum(coefficient * node) + offset`."""
+    """Recipe that computes `sum(keys) + sum(coefficient * node) + offset`."""
 
     keys: tuple[Key, ...]
     others: tuple[tuple[Node, int], ...]
@@ -60,7 +60,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Compare:
-    """Computes `left op right` of two totals; only kv terms are on the right."""
+    """Recipe that computes `left op right` of two totals; only kv terms are on the right."""
 
     left: Total
     right: Total
@@ -68,7 +68,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Apply:
-    """Applies the operation of the node to the intervals of its arguments."""
+    """Recipe that applies the operation of the node to the intervals of its arguments."""
 
 
 Recipe = Exact | Total | Compare | Apply
@@ -76,7 +76,7 @@ Recipe = Exact | Total | Compare | Apply
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds a graph compiled for evaluation on tiles.
+    """Holds a bool expression compiled for evaluation on tiles.
 
     Attributes:
         root: the bool expression.
@@ -89,7 +89,7 @@ class Blocks:
     keys: tuple[Key, ...]
 
     def run(self, tables: Tables, boxes: Boxes, at: At) -> Interval:
-        """Evaluate the root on tiles: whether it must hold, and whether it may hold.
+        """Return whether the root must be True everywhere, and may be True somewhere, in each tile.
 
         Args:
             tables: ranges of at least `keys`.
@@ -149,7 +149,7 @@ def _total(total: Total, values: dict[Node, Interval], tables: Tables, at: At) -
 
 
 def compile_blocks(root: Node, sides: Sides) -> Blocks:
-    """Choose a recipe for every node that the root needs on tiles."""
+    """Compile a bool expression for tiles: choose a recipe for every node that the root needs."""
     recipes: dict[Node, Recipe] = {}
     stack = [root]
     while stack:
@@ -177,7 +177,7 @@ def _recipe(n: Node, sides: Sides) -> Recipe:
 
 
 def _is_plain(n: Node, difference: Affine) -> bool:
-    """Return whether the ends of blocks decide a one-sided comparison, so it needs no table."""
+    """Return whether block ends decide a one-sided comparison, so that it needs no table."""
     if any(m not in (Q, KV) for m, _ in difference.terms):
         return False
     return n.op != "eq" or all(abs(c) == 1 for _, c in difference.terms)  # no value is skipped
@@ -186,9 +186,9 @@ def _is_plain(n: Node, difference: Affine) -> bool:
 def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
     """Return the (least, greatest) q - kv that a conjunction of plain comparisons keeps.
 
-    Return None if the node is no such conjunction, or keeps nothing. A band needs no table: the
-    q - kv of a tile are an interval, and three intervals of which any two intersect have a common
-    point.
+    The result is None if the node is no such conjunction, or keeps nothing. A band needs no table:
+    the values of q - kv in a tile form an interval, and three intervals of which any two intersect
+    have a common point.
     """
     if n.type == BOOL and n.op == "and":
         parts = [_band(a, sides) for a in n.args]
@@ -207,7 +207,7 @@ def _band(n: Node, sides: Sides) -> tuple[float, float] | None:
 
 
 def _grouped(sums: Affine, sides: Sides) -> Total:
-    """Return a sum with the terms of each side collected in one key."""
+    """Convert an affine sum to a `Total`, with the terms of each side collected in one key."""
     groups: dict[Side, list[tuple[Node, int]]] = {side: [] for side in Side}
     for n, c in sums.terms:
         groups[sides.side(n)].append((n, c))
@@ -260,7 +260,7 @@ def is_exact(n: Node, sides: Sides, equal: Collection[Node] = ()) -> bool:
     """Return whether (must, may) of `n` is exact, so that undecided tiles are PARTIAL.
 
     It is exact for one-sided values, for `<` and `<=` between a q value and a kv value, which vary
-    independently, and for `and` and `or` of a condition on q with one on kv.
+    independently, and for `and` and `or` of a condition on q with a condition on kv.
 
     Args:
         n: a node of the compiled graph.

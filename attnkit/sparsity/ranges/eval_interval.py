@@ -2,10 +2,10 @@
 
 An interval is a pair of broadcastable tensors (low, high), whose ends need not be attained:
 
-* i32: exact integers in int64. Arguments must lie in int32; results do not wrap, so a result
-  outside int32 is visible. Operations that wrap have all of int32 as their bounds where some of
-  their results wrap and others do not.
-* bool: (must, may): whether it is True everywhere, whether it may be True somewhere.
+* i32: exact integers in int64. Arguments must be in int32. Results do not wrap, so a result outside
+  int32 is visible. Operations that wrap have all of int32 as their bounds if some of their results
+  wrap and others do not.
+* bool: (must, may): whether the value is True everywhere, whether it may be True somewhere.
 * f32: in the compute dtype. NaN at both ends means "any value, NaN included"; otherwise the value
   is between the ends and not NaN. Basic arithmetic rounds correctly, and correct rounding is
   monotone, so the same operation on the ends bounds the rounded result. Where no bound is safe, the
@@ -65,7 +65,7 @@ def everything(n: Node, like: Tensor, dtype: torch.dtype) -> Interval:
 
 
 def clamp_int32(x: Interval) -> Interval:
-    """Clip an integer interval to int32, for values that are proven to lie there."""
+    """Clip an integer interval to int32, for values that are proven to be in int32."""
     return x[0].clamp(INT_LOW, INT_HIGH), x[1].clamp(INT_LOW, INT_HIGH)
 
 
@@ -81,7 +81,7 @@ def _full_where(condition: Tensor, x: Interval) -> Interval:
 
 
 def _corners(f: Callable[[Tensor, Tensor], Tensor], a: Interval, b: Interval) -> Interval:
-    """Bound a function that is monotone in each argument while the other one is fixed."""
+    """Return bounds of a function that is monotone in each argument while the other is fixed."""
     corners = [f(x, y) for x in a for y in b]
     low = high = corners[0]
     for c in corners[1:]:
@@ -158,19 +158,19 @@ def _mod(a: Interval, b: Interval) -> Interval:
 
 
 def _unknown_bits(a: Interval, b: Interval) -> Tensor:
-    """Return ones from the highest bit that varies in `a` or `b` down; -1 if a sign varies."""
+    """Return ones in all bits up to the highest that varies in `a` or `b`; -1 if a sign varies."""
     return _ones_from((a[0] ^ a[1]) | (b[0] ^ b[1]))
 
 
 def _ones_from(bits: Tensor) -> Tensor:
-    """Return ones from the highest bit that is set down; -1 for negative numbers."""
+    """Return ones in all bits up to the highest that is set in `bits`; -1 for negative numbers."""
     for shift in (1, 2, 4, 8, 16):
         bits = bits | (bits >> shift)
     return bits
 
 
 def _bitwise(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interval], Interval]:
-    """Return a rule for a bitwise operation: an interval's numbers share their leading bits."""
+    """Return the rule of a bitwise operation, based on the leading bits that an interval shares."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         unknown = _unknown_bits(a, b)
@@ -211,7 +211,7 @@ def _shift(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Interval, Interva
 
 
 def _wrapping(rule: Callable[..., Interval]) -> Callable[..., Interval]:
-    """Return the rule of an operation that wraps, from that of the one that does not."""
+    """Return the rule of an operation that wraps, from the rule of the one without wrapping."""
 
     def wrapped(*args: Interval) -> Interval:
         low, high = rule(*args)
@@ -268,7 +268,7 @@ def _choose_tight(c: Interval, a: Interval, b: Interval) -> Interval:
 
 
 def _real(low: Tensor, high: Tensor, unknown: Tensor | None = None) -> Interval:
-    """Set both ends to NaN where one end is NaN, or where `unknown` is True."""
+    """Return an interval of floats: NaN at both ends if one end is NaN or `unknown` is True."""
     nan = low.isnan() | high.isnan()
     if unknown is not None:
         nan = nan | unknown
@@ -298,7 +298,7 @@ def _div_real(a: Interval, b: Interval) -> Interval:
 
 
 def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """Return a rule for a function that is monotone even after rounding; NaN stays unknown."""
+    """Return the rule of a function that is monotone even after rounding. NaN stays unknown."""
 
     def rule(a: Interval) -> Interval:
         return _real(f(a[0]), f(a[1]))
@@ -307,9 +307,9 @@ def _increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]
 
 
 def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], Interval]:
-    """Return a rule for an increasing function whose implementations differ by some ulp.
+    """Return the rule of an increasing function whose implementations differ by a few ulp.
 
-    It widens the ends by far more than that.
+    The rule widens the ends by much more than that.
     """
 
     def rule(a: Interval) -> Interval:

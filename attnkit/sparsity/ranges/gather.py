@@ -1,7 +1,8 @@
 """Gather entries of tables [b or 1, h or 1, length] for tiles, on the calling thread.
 
-Two arguments select the tiles: indices into the last axis, of shape [...], and `lead`, indices into
-the first two axes that broadcast with them. `lead` is None for the tiles of every (b, h).
+Two arguments select the tiles: `index`, indices into the last axis of shape [...], and `lead`,
+indices into the first two axes that broadcast with `index`. If `lead` is None, the tiles of every
+(b, h) are selected.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Lead = tuple[Tensor, Tensor]
 
 
 def entries(table: Tensor, index: Tensor, lead: Lead | None) -> Tensor:
-    """Gather the entries at int64 indices: [...], or without `lead` [b or 1, h or 1, ...]."""
+    """Return the entries at int64 indices: [...], or without `lead` [b or 1, h or 1, ...]."""
     b, h, length = table.shape
     if lead is None:
         gathered = table.reshape(-1, length).index_select(1, index.reshape(-1))

@@ -1,8 +1,8 @@
-"""Evaluate one-sided expressions at every position, as intervals.
+"""Evaluate one-sided expressions at every position, and return intervals.
 
-Integers, bools, loads and constants are exact. Results in floating point are intervals, because the
+Integers, bools, loads and constants are exact. Floating-point results are intervals, because the
 `log` of another machine may differ in the last place and truncate to the neighbouring integer. The
-rules of `eval_interval` bound all values that are computed from them.
+rules of `eval_interval` bound all values that are computed from such results.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from attnkit.sparsity.ranges.tables import Domain
 def point_intervals(
     domain: Domain, boxes: Boxes, nodes: Sequence[Node], side: Side, start: int, stop: int
 ) -> list[Interval]:
-    """Evaluate nodes of one side, or constant nodes, at some points.
+    """Return the interval of each node at some points, for nodes of one side or constant nodes.
 
     Args:
         domain: positions and captured tensors.
         boxes: range queries on the same domain.
         nodes: one-sided nodes; all their sub-expressions must be proven in bounds.
         side: the side.
-        start, stop: which points, counted from the side's first position.
+        start, stop: range of points, counted from the side's first position.
 
     Returns:
         One interval per node, [b or 1, h or 1, points or 1].
@@ -51,7 +51,7 @@ def point_intervals(
 
 
 def _portable(roots: Sequence[Node]) -> list[Node]:
-    """List the nodes that have the same value on every machine."""
+    """Return the nodes that have the same value on every machine."""
     portable: dict[Node, bool] = {}
     for n in ir.topo(*roots):
         exact = n.type != F32 or n.op in ("arg", "const", "load")

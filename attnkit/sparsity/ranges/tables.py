@@ -1,6 +1,6 @@
-"""Compute exact ranges of one-sided expressions: evaluate at every point, reduce over each block.
+"""Compute exact ranges of one-sided expressions: evaluate every point, and reduce over each block.
 
-An expression of q alone costs q_len evaluations, one of d = q - kv costs q_len + kv_len - 1. The
+An expression of q costs q_len evaluations, an expression of d = q - kv q_len + kv_len - 1. The
 result is exact for any operation: gathers, divisions, bit operations. A `Key` identifies such an
 expression; `Tables` holds the range of each key over each block of one tile size.
 """
@@ -37,7 +37,7 @@ _sides = [Sides()]
 
 
 def shared_sides() -> Sides:
-    """Return the `Sides` object that all masks share, as the side of a node never changes."""
+    """Return the `Sides` object that all masks share. The side of a node never changes."""
     if len(_sides[0]) > _MAX_NODES:
         _clear()
     return _sides[0]
@@ -76,7 +76,8 @@ class Domain:
     Attributes:
         tensors: captured tensors by slot; unsigned ones become int64, see `signed`.
         q_len, kv_len: lengths in positions.
-        b, h: int32 [batch] and [heads], the numbers themselves; [1] if the mask does not read them.
+        b, h: int32 [batch] and [heads], indices of batch entries and heads; [1] if the mask does
+            not read them.
         dtype: dtype of the graph's f32.
         sides: side of each node.
     """
@@ -111,12 +112,12 @@ class Domain:
     def evaluate(
         self, forms: Sequence[Node], side: Side, start: int, stop: int
     ) -> dict[Node, Tensor]:
-        """Evaluate expressions that read one side only (see `Sides.alone`) at some points.
+        """Evaluate expressions that read only one side (see `Sides.alone`) at some points.
 
         Args:
             forms: the expressions.
             side: the side.
-            start, stop: which points, counted from the side's first position (1 - kv_len on the
+            start, stop: range of points, counted from the side's first position (1 - kv_len on the
                 diagonal).
 
         Returns:
@@ -129,11 +130,11 @@ class Domain:
         return evaluate_serial(forms, env, self.tensors, self.dtype)
 
     def values(self, keys: Sequence[Key], start: int, stop: int) -> list[Tensor]:
-        """Evaluate keys of one side at some points, sums in int64.
+        """Evaluate keys of one side at some points. Sums are int64.
 
         Args:
             keys: the keys.
-            start, stop: which points, as for `evaluate`.
+            start, stop: range of points, as for `evaluate`.
 
         Returns:
             [b or 1, h or 1, stop - start] for each key.
@@ -153,12 +154,15 @@ class Domain:
         return values
 
     def all_values(self, key: Key) -> Tensor:
-        """Evaluate a key over its whole side: [b or 1, h or 1, points]."""
+        """Evaluate a key at every point of its side: [b or 1, h or 1, points]."""
         pieces = self.pieces([n for n, _ in key.terms], key.side, 1)
         return torch.cat([self.values([key], *piece)[0] for piece in pieces], -1)
 
     def pieces(self, nodes: Sequence[Node], side: Side, block: int) -> Iterator[tuple[int, int]]:
-        """Split a side into (start, stop) of bounded size: whole blocks, or parts of one block."""
+        """Yield ranges (start, stop) of a side, each of whole blocks or a part of one block.
+
+        The size of a range is bounded.
+        """
         reads = ir.reads(*nodes)
         lead = (self.b.numel() if "b" in reads else 1) * (self.h.numel() if "h" in reads else 1)
         length = self.span(side)[1]
@@ -175,7 +179,7 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Tabulates the ranges of keys over the blocks of one tile size.
+    """Holds the ranges of keys over the blocks of one tile size.
 
     Attributes:
         domain: positions and captured tensors.
@@ -194,7 +198,7 @@ class Tables:
     samples: list[Pairs] = field(default_factory=list)
 
     def build(self, keys: Iterable[Key]) -> None:
-        """Tabulate the keys that have no table yet."""
+        """Compute the ranges of the keys that have none yet."""
         todo = [key for key in dict.fromkeys(keys) if key not in self.ranges]
         for key in todo:
             if key.is_index:
@@ -221,13 +225,13 @@ class Tables:
         return groups
 
     def look_up(self, key: Key, qi: Tensor, ki: Tensor, lead: Lead | None = None) -> Interval:
-        """Return the ranges of a key over tiles.
+        """Return the range (low, high) of a key in each of the selected tiles.
 
         Args:
             key: a key that `build` has tabulated.
             qi, ki: int64 block indices that broadcast together to [...].
-            lead: int64 indices into `domain.b` and `domain.h` that broadcast with them; None for
-                the tiles of every (b, h).
+            lead: int64 indices into `domain.b` and `domain.h` that broadcast with `qi` and `ki`;
+                None for the tiles of every (b, h).
 
         Returns:
             Tensors that broadcast to [...], or without `lead` to [b, h, ...].
@@ -251,7 +255,7 @@ class Tables:
         return (first * c, last * c) if c > 0 else (last * c, first * c)
 
     # On the diagonal a tile covers the window d = q_first - kv_last ... q_last - kv_first. A last
-    # tile that is cut off covers a shorter one, so up to four window lengths have a table each.
+    # tile that is cut off covers a shorter window, so there are tables for up to four lengths.
 
     def _extents(self) -> list[tuple[int, int]]:
         sizes = []
@@ -277,7 +281,7 @@ class Tables:
         return torch.cat(low, -1), torch.cat(high, -1)
 
     def _window(self, qi: Tensor, ki: Tensor) -> Tensor:
-        """Return the index of a tile's window in a diagonal table."""
+        """Return the index of each tile's window in a diagonal table."""
         q_len, kv_len = self.domain.q_len, self.domain.kv_len
         q_end, kv_end = (qi + 1) * self.block[0], (ki + 1) * self.block[1]
         row = q_end - self.block[0]  # q_first - kv_last, counted from 1 - kv_len
@@ -295,7 +299,10 @@ def _as_int64(values: Tensor) -> Tensor:
 
 
 def extremes(values: Tensor) -> tuple[Reduce, Reduce]:
-    """Return the functions for the smaller and the larger of two values; NaN if either is NaN."""
+    """Return the elementwise minimum and maximum functions for the dtype of `values`.
+
+    Both functions return NaN if either argument is NaN.
+    """
     if values.dtype == torch.bool:
         return torch.logical_and, torch.logical_or
     return torch.minimum, torch.maximum
@@ -305,7 +312,7 @@ def sliding(values: Tensor, width: int, reduce: Reduce) -> Tensor:
     """Reduce every window of `width` entries along the last axis, by doubling.
 
     Entry i of the result covers values[i : i + width]. The last width - 1 entries have no complete
-    window; they repeat the last complete one, so the length stays the same.
+    window. They repeat the last complete one, so that the length stays the same.
     """
     length = values.shape[-1]
     whole = length - width + 1
@@ -357,7 +364,7 @@ def _ends(value: Tensor) -> Interval:
 
 
 def _combine(parts: list[tuple[int, Interval]]) -> Interval:
-    """Concatenate ranges of pieces; combine pieces of the same block first."""
+    """Concatenate the ranges of pieces, after combining pieces of the same block."""
     merged: list[Interval] = []
     last = -1
     for first, interval in parts:
@@ -377,7 +384,7 @@ def _concatenate(parts: Sequence[Interval]) -> Interval:
 def signed(tensor: Tensor) -> Tensor:
     """Convert uint16, uint32 and uint64, on which torch has no minimum, to int64.
 
-    Numbers of 2**63 and more become 2**63 - 1, which no check of int32 lets through.
+    Numbers of 2**63 and more become 2**63 - 1, which fails every check of int32.
     """
     if tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64):
         return tensor
