@@ -115,7 +115,7 @@ class Rows:
     def score_gradient(self, p: Tensor, dp: Tensor) -> None:
         """Replace `dp` by the gradient of the modified scores in place, given the softmax `p`."""
         dp.sub_(torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot)
-        if self._dlse is not None:  # a separate addition: the dot product may be far larger
+        if self._dlse is not None:  # added separately, because the dot product may be far larger
             dp.add_(self._dlse)
         dp.mul_(p)
 

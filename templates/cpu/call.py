@@ -71,7 +71,12 @@ class Call:
         return Call(query, key, value, runs, hooks, scale, dtype, index)
 
     def walk(self, scores: int, pairs: int = PAIRS) -> Iterator[tuple[Unit, Chunk, list[Keep]]]:
-        """Yield (unit, chunk, masks) for each chunk in order; `scores` limits a chunk's scores."""
+        """Yield (unit, chunk, masks) for each chunk, in the order of computation.
+
+        Args:
+            scores: maximum number of scores per chunk.
+            pairs: maximum number of (b, h) per unit.
+        """
         rows = max(1, min(ROWS, self.query.shape[2]))
         kv_len, widths = self.key.shape[2], self.key.shape[3] + self.value.shape[3]
         pairs = max(1, min(pairs, STACKED // rows))

@@ -73,7 +73,7 @@ class Mma2Cta:
     @cute.jit
     def relay(self, bars: Backward2CtaBarriers, info: cute.Tensor):
         """Forward the arrival of the second CTA's loads to the first, in the order of the MMAs."""
-        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
@@ -114,7 +114,7 @@ class Mma2Cta:
             bars: mbarriers.
             info: int32 words in shared memory, see `Word`.
         """
-        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:

@@ -192,7 +192,7 @@ class ComputeWarpgroup:
             device.write_shared(place, packed)
 
     def hand_over(self, barrier: cute.Pointer) -> None:
-        """Arrive at `barrier` once per warp, after its writes of what the MMAs read."""
+        """Arrive at `barrier` once per warp, after the writes that the MMAs read."""
         device.wait_stores()
         fence_before()
         cute.arch.sync_warp()

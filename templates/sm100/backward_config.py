@@ -165,7 +165,7 @@ class BackwardConfig:
 
     @property
     def registers(self) -> Registers:
-        """Return the registers per thread of each role; all 512 threads have at most 65536."""
+        """Return the registers per thread of each role; 512 threads share 65536 registers."""
         if self.block_q == 64:
             return Registers(compute=160, reduce=104, others=88)
         if self.two_cta and self.sum_order:
@@ -216,7 +216,7 @@ class BackwardConfig:
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:
-        """Return the reason why this configuration is not supported, or None if it is."""
+        """Return the reason why this configuration is not supported, or None if it is supported."""
         widths = (self.head_dim, self.head_dim_v)
         if widths != (192, 128) and not (set(widths) <= {64, 128}):
             return (

@@ -173,7 +173,7 @@ class Producer:
             old = Int32(0)
             if lane == 0:
                 old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                if old == total - 1:  # the last of the launch resets it
+                if old == total - 1:  # the last fetch of the launch resets the counter
                     lists.counter[0] = Int32(0)
             index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1

@@ -156,7 +156,7 @@ class SoftmaxBackward:
         """
         if not before or not self.hooks.gradient_levels:
             return first
-        return after(first, before[-1:], word >> 31)  # 0, as words are positive
+        return after(first, before[-1:], word >> 31)  # 0, because words are positive
 
     def _compute_p(
         self, block: QBlock, masked: bool, tile: KvBlock, address: Int32, scratch: Scratch

@@ -109,8 +109,8 @@ class ForwardBarriers:
         return cls(**fields)
 
     def init(self, config: ForwardConfig, group: CtaGroup) -> None:
-        """Initialise the barriers, by one thread, with the arrivals that complete a phase."""
-        # Reports of the emulator name a barrier by the argument of the call with this name.
+        """Initialise the mbarriers with their arrival counts; called by one thread."""
+        # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
         mbarrier_init = cute.arch.mbarrier_init
         warps = WARPGROUP_WARPS
         for u in range(S_STAGES):

@@ -235,7 +235,10 @@ class Diagonals:
         self.group = -2  # group of the next result; its first diagonal is 8 times this
 
     def take(self, values: Any) -> list[Any]:
-        """Add the next eight rows: values of (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+        """Add the thread's four values in the next eight rows.
+
+        Args:
+            values: at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
 
         Returns:
             The complete sums of this lane as (diagonal, sum); the diagonal is relative to that of
@@ -257,7 +260,7 @@ class Diagonals:
         return done
 
     def _rotate(self, pair: list[Any]) -> list[Any]:
-        """Rotate a group of eight rows, and merge the group that is now complete."""
+        """Rotate a group of eight rows, merge the previous group, and return complete sums."""
         sent = [cutlass.select_(self.odd, pair[1 - k], pair[k]) for k in range(2)]
         now = [cute.arch.shuffle_sync(x, at) for x, at in zip(sent, self.sources, strict=True)]
         both = zip(self.wraps, now, self.last, strict=True)
@@ -267,7 +270,7 @@ class Diagonals:
         return self._merge(done, 1, self.group - 1)
 
     def _merge(self, pair: list[Any], bit: int, group: int) -> list[Any]:
-        """Sum over the lanes like a binary counter: the results of two groups make one."""
+        """Sum `pair` over the lanes like a binary counter: results of two groups make one."""
         if bit == 8:
             lane = self.lane
             mine = (lane >> 4 & 1) | (lane >> 2 & 2) | (lane & 4)

@@ -495,7 +495,7 @@ class Forward:
 
 
 def keep_exponentials_here(state: RowState) -> None:
-    """Keep the exponentials before the wait for P V; the assembler would hoist the wait above them.
+    """Keep the exponentials before the wait for P V, where the assembler would move the wait up.
 
     The emitted `nanosleep` is predicated on a negative sum of the exponentials. The sum is never
     negative, so that it never executes, but the assembler does not know this.

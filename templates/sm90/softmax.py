@@ -284,7 +284,7 @@ class Softmax:
         return bits
 
     def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
-        """Apply the mod in place, and return the term to add to all scores of the block."""
+        """Apply the mod in place, and return the term to add to the block's scores, or None."""
         site, hooks = tile.site, self.hooks
         if not hooks.only_scales:
             elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
@@ -527,7 +527,7 @@ class Softmax:
         base: Float32,
         grown: Boolean,
     ):
-        """Compute the exact row maxima if `grown` is set for any lane of the warp."""
+        """Compute the exact row maxima if `grown` is set in any lane of the warp."""
         row_max, row_sum, scale, highest = state.max, state.sum, state.scale, state.highest
         nan = self.config.need_max  # torch's maximum propagates NaN
         if cute.arch.vote_any_sync(grown):
@@ -570,7 +570,7 @@ def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> An
 
 
 def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
-    """Return, as integer bits, the smallest score for which the maximum has grown too much.
+    """Return the bits, as an integer, of the smallest score that raises the maximum too much.
 
     Floats of 0 and above have the order of their bits as integers, and are above all negative
     floats. For a negative limit, return the smallest integer: any score may then be too large.
