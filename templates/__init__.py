@@ -1,5 +1,5 @@
-"""Attention algorithms with hooks for what a variant adds; one folder per kind of machine.
+"""Attention kernels for each architecture, with hooks where a variant inserts its code.
 
-A template knows tiles, softmax and memory, and nothing of graphs: the score and mask functions
-come as hooks. Only `attnkit.splice` binds the two.
+A template defines tiles, softmax and memory movement. It does not know about graphs: it receives
+the score and mask functions as hooks. Only `attnkit.splice` connects graphs to templates.
 """

@@ -1,4 +1,4 @@
-"""Define what the kernels of both architectures share.
+"""Share code between the sm90 and the sm100 kernels.
 
-Hooks, work tiles, semaphores, the preprocess and the combine kernel.
+This package has the hooks, work tiles, semaphores, the preprocess and the combine kernel.
 """

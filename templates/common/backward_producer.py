@@ -1,4 +1,4 @@
-"""Set up the TMA copies of a backward producer, and walk the q blocks of a work tile."""
+"""Partition the TMA copies of a backward's producer warp and iterate over its q blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from attnkit.templates.common.work_tile import block_word, next_block
 
 
 def partition_operands(config: Any, atoms: Any, tiles: Any, smem: Any, kv_rows: int) -> list[Any]:
-    """Return both sides of the TMA copies of Q, K, V and dO, in this order; see `partition`.
+    """Partition the TMA copies of Q, K, V and dO into shared memory and global memory views.
 
     Args:
         config: the `BackwardConfig` of an architecture.
         atoms, tiles: TMA copies of Q, K, V and dO, and their coordinate tensors.
-        smem: its fields q, k, v and do are [rows, columns, stages] in shared memory.
-        kv_rows: rows of a copy of K or V.
+        smem: shared memory; its fields q, k, v and do are [rows, columns, stages].
+        kv_rows: rows of one copy of K or V.
+
+    Returns:
+        The pair that `partition` returns, for each of Q, K, V and dO.
     """
     rows = config.block_q, kv_rows, kv_rows, config.block_q
     columns = config.head_dim, config.head_dim, config.head_dim_v, config.head_dim_v
@@ -30,15 +33,16 @@ def partition_operands(config: Any, atoms: Any, tiles: Any, smem: Any, kv_rows: 
 
 
 def next_q_block(lists: Lists, cursors: Any, kv_block: Any, ragged: Any) -> Any:
-    """Take the next q block of a work tile.
+    """Return the next q block of a work tile, its word, and the advanced cursors.
 
     Args:
-        cursors: at its PARTIAL and at its FULL blocks, of `begin_runs`.
-        kv_block: of the work tile, Int32.
+        cursors: cursors of the PARTIAL and of the FULL blocks, from `begin_runs`.
+        kv_block: kv block of the work tile, Int32.
         ragged: the q block and the kv block that reach beyond the end of a tensor, Int32.
 
     Returns:
-        Its number, its word for the consumers (`block_word`), and both cursors behind it.
+        The number of the q block, its word for the consumers (`block_word`), and both cursors
+        advanced past it.
     """
     block, is_partial, *behind = next_block(lists.partial, lists.full, *cursors)
     ragged_q, ragged_kv = ragged

@@ -1,4 +1,4 @@
-"""Define the arguments that every backward kernel takes: tensors of the work list, and sizes."""
+"""Define the arguments that every backward kernel takes: the work list tensors and the sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, cute
 
 @dataclass(frozen=True)
 class Problem:
-    """Describes the sizes of a launch; all are Int32 except the scale.
+    """Describes the sizes of a launch: Int32 fields, and the softmax scale as Float32.
 
     Attributes:
         scale: softmax scale, Float32.
@@ -33,7 +33,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Lists:
-    """Holds the tensors of the work list; `Backward.__call__` gives their shapes."""
+    """Holds the work list tensors of a backward; `Backward.__call__` gives their shapes."""
 
     lse: cute.Tensor
     delta: cute.Tensor

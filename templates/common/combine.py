@@ -1,7 +1,8 @@
-"""Merge the partial results of rows that were split along kv, exactly (split KV combine).
+"""Merge the partial results of rows that were split along kv (split KV combine).
 
-Each part is a softmax over some of the columns, with its LSE. The output of the row is their mean
-weighted by exp(LSE), which does not need the scores again (Milakov and Gimelshein 2018).
+Each part is a softmax over some of the columns, with its LSE. The output of a row is the mean of
+the parts' outputs, weighted by exp(LSE). This is exact and does not need the scores again
+(Milakov and Gimelshein 2018).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Combine:
     """Builds the kernel that merges the parts of split rows after a forward.
 
     Args:
-        dtype: "bfloat16" or "float16", of the output.
-        value_dim: head_dim_v, of the output.
+        dtype: dtype of the output, "bfloat16" or "float16".
+        value_dim: head_dim_v of the output.
     """
 
     def __init__(self, dtype: str, value_dim: int) -> None:
@@ -40,14 +41,15 @@ class Combine:
         lse: cute.Tensor,
         stream: Any,
     ):
-        """Launch the kernel.
+        """Launch the kernel with one warp per row.
 
         Args:
-            parts, part_lse: float32 [slots, block_q, >= Dv] and [slots, block_q].
-            split: int32 [n, 3], the (b, h, q block) of each split row of blocks.
-            split_ptr: int32 [n + 1], the first slot of each.
-            out: [B, H, S, Dv].
-            lse: float32 [B, H, S].
+            parts, part_lse: float32 [slots, block_q, >= Dv] and [slots, block_q], partial outputs
+                and their LSE.
+            split: int32 [n, 3], the (b, h, q block) of each split q block.
+            split_ptr: int32 [n + 1], the first slot of each split q block.
+            out: [B, H, S, Dv], written.
+            lse: float32 [B, H, S], written.
         """
         rows = part_lse.shape[1]
         self.kernel(parts, part_lse, split, split_ptr, out, lse).launch(
@@ -64,7 +66,7 @@ class Combine:
         out: cute.Tensor,
         lse: cute.Tensor,
     ):
-        """Merge the parts of one row per warp."""
+        """Merge the parts of one row in each warp."""
         item, chunk, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, within = thread % 32, chunk * WARPS + thread // 32

@@ -39,13 +39,13 @@ def unpack(pair: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def bits_below(x: Any, words: int) -> list[Any]:
-    """Return bit masks that say which of a thread's columns lie below x.
+    """Return bit masks that mark which of a thread's columns are less than `x`.
 
     A thread has columns 8 g and 8 g + 1 of a row for g = 0, 1, ...; their bits are 2 g and 2 g + 1.
 
     Args:
         x: Int32, counted from the thread's first column.
-        words: how many Int32 to return, 16 groups g each.
+        words: number of Int32 masks to return, each for 16 groups g.
     """
     count = (x >> 3) * 2 + cutlass.min(x & 7, Int32(2))
     masks = []
@@ -62,18 +62,18 @@ def bits_below(x: Any, words: int) -> list[Any]:
 
 
 def bit(mask: Any, j: int) -> Any:
-    """Return whether bit j of an Int32 is set."""
+    """Return whether bit `j` of the Int32 `mask` is set."""
     return (mask & Int32(one(j))) != 0
 
 
 def one(j: int) -> int:
-    """Return the signed 32-bit integer with only bit j modulo 32 set."""
+    """Return 1 << (j mod 32) as a signed 32-bit integer."""
     j %= 32
     return (1 << j) - (1 << 32) * (j == 31)
 
 
 def shifted(x: Any, factor: Any, more: Any) -> Any:
-    """Return x * factor + more as one instruction; a factor of None is 1, an addend of None 0.
+    """Return `x * factor + more` as one FMA; None for `factor` means 1, None for `more` means 0.
 
     In a plain expression the compiler may share the product between two uses and not fuse it.
     """
@@ -83,16 +83,16 @@ def shifted(x: Any, factor: Any, more: Any) -> Any:
 
 
 def exp2(x: Any) -> Any:
-    """Compute 2**x on the exponential unit; subnormal results are zero."""
+    """Compute 2**x on the MUFU unit; subnormal results are flushed to zero."""
     return cute.math.exp2(x, fastmath=True)
 
 
 def exp2_on_fma(x: Any) -> Any:
-    """Compute 2**x on the FMA units, to a relative error of 1.02e-4; x is above -126, or NaN.
+    """Compute 2**x on the FMA units for x > -126 or NaN, with a relative error of 1.02e-4.
 
-    With x = j + f and j the nearest integer, the result is a polynomial of degree 3 for 2**f,
-    |f| <= 1/2, times 2**j from its exponent bits (see `polynomials`). Integers are exact. The last
-    step is a product, because adding j to the polynomial's bits would turn NaN into a number.
+    With x = j + f, where j is the nearest integer and |f| <= 1/2, the result is a polynomial of
+    degree 3 for 2**f (see `polynomials`) times 2**j, built from exponent bits. Integers are exact.
+    The last step is a multiply: adding j to the exponent bits would turn NaN into a number.
     """
     magic = Float32(12582912.0)  # 1.5 * 2**23: the low bits of the sum are the nearest integer
     t = x + magic
@@ -109,14 +109,17 @@ def exp2_on_fma(x: Any) -> Any:
 
 
 def pinned(x: Any) -> Any:
-    """Return x through an opaque move, so that the compiler neither recomputes nor moves it."""
+    """Return `x` through an opaque `mov`, so that the compiler neither recomputes nor moves it."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
 
 
 def after(values: list[Any], others: list[Any]) -> list[Any]:
-    """Return the same values with a false dependency on others, which no compiler removes."""
+    """Return `values` with a false dependency on `others` that the compiler cannot remove.
+
+    The lists have the same length, and values[i] then depends on others[i].
+    """
     none = cute.arch.inline_ptx("mov.b32 {$w0}, 0;", write_only_types=[Int32], read_only_args=[])
     return [
         cute.arch.inline_ptx(
@@ -130,13 +133,13 @@ def after(values: list[Any], others: list[Any]) -> list[Any]:
 
 
 def quad_max(x: Any, nan: bool) -> Any:
-    """Return the maximum over the four lanes that share a row; NaN passes only if `nan`."""
+    """Return the maximum over the four lanes that share a row; `nan` propagates NaN."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 1), nan=nan)
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, 2), nan=nan)
 
 
 def quad_sum(x: Any) -> Any:
-    """Return the sum over the four lanes that share a row."""
+    """Return the sum of `x` over the four lanes that share a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, 1)
     return x + cute.arch.shuffle_sync_bfly(x, 2)
 
@@ -149,17 +152,19 @@ def bits(x: Any) -> Any:
 
 
 def finite_or_zero(x: Any) -> Any:
-    """Return x, or 0 where x is -inf, as is the maximum of a row that is fully masked so far."""
+    """Return `x`, or 0 where `x` is -inf (row maximum of a row fully masked so far)."""
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
 def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
-    """Wait a limited time for a phase of an mbarrier; return whether it is complete.
+    """Wait at most about `nanoseconds` for a phase of an mbarrier and return whether it completed.
 
     The result is uniform over the warp.
 
     Args:
-        nanoseconds: about the longest that the wait may take.
+        barrier: pointer to the mbarrier.
+        parity: parity of the phase.
+        nanoseconds: time limit of the wait, a hint to the hardware.
     """
     done = cute.arch.inline_ptx(
         "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
@@ -177,10 +182,11 @@ def arrive(barrier: Any) -> None:
 
 
 def store_matrix(to: Any, words: list[Any]) -> None:
-    """Store four matrices of 8 x 8 16-bit floats from a warp's registers to shared memory.
+    """Store four 8 x 8 matrices of 16-bit floats from a warp's registers to shared memory.
 
     Args:
-        to: pointer to the lane's row of 16 bytes: lane 8 m + r has row r of matrix m.
+        to: pointer to the lane's row of 16 bytes: lane 8 m + r has the address of row r of matrix
+            m.
         words: the lane's word of each matrix.
     """
     cute.arch.inline_ptx(
@@ -190,7 +196,7 @@ def store_matrix(to: Any, words: list[Any]) -> None:
 
 
 def store_where(inside: Any, to: Any, words: list[Any]) -> None:
-    """Store 16 bytes to global memory if a condition holds, without a branch."""
+    """Store 16 bytes to global memory where `inside` holds, by predication."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
         " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
@@ -199,7 +205,7 @@ def store_where(inside: Any, to: Any, words: list[Any]) -> None:
 
 
 def store_vector(to: Any, words: list[Any]) -> None:
-    """Store four words to global memory, at an address that is a multiple of 16 bytes.
+    """Store four 32-bit words to global memory at a 16-byte aligned address.
 
     The DSL copies a fragment of Int32 word by word.
     """

@@ -1,10 +1,11 @@
-"""Add gradients of captured tensors in memory: in float32, or exactly whatever the order.
+"""Accumulate gradients of captured tensors in global memory, in float32 or exactly.
 
-An exact sum consists of integers, so the order of the additions does not matter. A float is an
-integer of 24 bits times a power of two. A sum has 32 integers of 64 bits, its bins. Floats whose
-exponents differ in the last three bits only go to the same bin, which has room for 2**32 of them.
-One more integer has bits for infinities and NaN. `attnkit.splice.exact_sums` reads the sums. After
-the long accumulator of Kulisch and Miranker (1981).
+An exact sum consists of integers, so its result does not depend on the order of the additions. A
+float32 is an integer of 24 bits times a power of two. An exact sum has 32 bins, which are 64-bit
+integers. Floats go to the same bin if their exponents differ only in the last three bits; a bin has
+room for 2**32 of them. One more integer has flag bits for infinities and NaN.
+`attnkit.splice.exact_sums` converts the bins to floats. The method is the long accumulator of
+Kulisch and Miranker (1981).
 """
 
 from __future__ import annotations
@@ -14,33 +15,36 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-STEP = 8  # exponents that share a bin
+STEP = 8  # number of exponents that share a bin
 BINS = 256 // STEP + 1
 LARGEST = 255  # exponent field of infinities and NaN
 DIGITS = (1 << 23) - 1
-INFINITE, NEGATIVE, NO_NUMBER = 1, 2, 4  # bits of the last bin
+INFINITE, NEGATIVE, NO_NUMBER = 1, 2, 4  # flag bits of the last bin: +inf, -inf, NaN
 
 
 class ExactSums:
-    """Adds values to gradients of captured tensors in memory."""
+    """Mixin that adds values to gradients of captured tensors in global memory."""
 
     hooks: Any
     config: Any
 
     def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
-        """Return the index in its gradient of what load i reads for the score at (q, kv)."""
+        """Return the index into `total` at which load `i` adds its gradient for (`q`, `kv`)."""
         shape = total.shape[:-1] if self.config.sum_order else total.shape
         return self.hooks.gradient_index(i, site, shape, q, kv)
 
     def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add a value to a gradient if a condition holds; exactly if sums have an order."""
+        """Add `value` to `total[place]` where `condition` holds.
+
+        The sum is exact if `config.sum_order` is set, and float32 otherwise.
+        """
         if self.config.sum_order:
             self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
         else:
             self.add_at(condition, cute.domain_offset(place, total).iterator, value)
 
     def add_of_warp(self, i: int, site: Any, total: Any, value: Any) -> None:
-        """Add the sum of a warp's values to the gradient of load i, indexed by head alone."""
+        """Add the warp's sum of `value` to the gradient of load `i`, whose level is "head"."""
         for step in (16, 8, 4, 2, 1):
             value = value + cute.arch.shuffle_sync_bfly(value, step)
         place = self.place_of(i, site, total, None, None)
@@ -48,13 +52,13 @@ class ExactSums:
 
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        """Add a value to a float32 in memory if a condition holds."""
+        """Add `value` to the float32 at `target` in global memory where `condition` holds."""
         if condition:
             cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
 
     @cute.jit
     def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
-        """Add a value to the bin of its exponent if a condition holds."""
+        """Add `value` to the bin of its exponent where `condition` holds."""
         if condition:
             bits = cute.arch.inline_ptx(
                 "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
@@ -66,7 +70,7 @@ class ExactSums:
                 last = bins + (BINS - 1)
                 cute.arch.red(last, Int64(kind), op="or", dtype="b64", sem="relaxed", scope="gpu")
             else:
-                # exponent 0 means the same power of two as 1, without the leading 1 of the digits
+                # subnormals: exponent 0 has the same power of two as 1, but no implicit leading 1
                 digits = digits | cutlass.select_(exponent > 0, Int32(DIGITS + 1), Int32(0))
                 exponent = cutlass.max(exponent, Int32(1))
                 number = digits << (exponent % STEP)

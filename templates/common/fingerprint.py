@@ -1,8 +1,8 @@
-"""Compute fingerprints of tensors, or compare their data with fingerprints computed earlier.
+"""Compute fingerprints of tensors, or compare tensors with fingerprints computed earlier.
 
-`attnkit.util.fingerprint` defines the fingerprint and explains it. A warp computes the two sums of a
-chunk, and writes them or compares them with the expected ones. No sum is shared between warps, so that there is
-nothing to clear and nothing to wait for, and the result does not depend on the order of the warps.
+`attnkit.util.fingerprint` defines the fingerprint and explains it. A warp computes the two sums of
+a chunk, and writes them or compares them with the expected ones. Warps share no sums, so that no
+memory has to be cleared, no warp waits, and the result does not depend on the order of the warps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-WARPS = 4  # of a CTA
-CHUNK = 256  # words
+WARPS = 4  # per CTA
+CHUNK = 256  # words per chunk
 KEY = 0x9E3779B9
 MIX_A = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), 16)
 MIX_B = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
@@ -33,16 +33,18 @@ class Fingerprint:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch.
+        """Launch the kernel.
 
         Args:
             tensors: integers, first axis fastest, see `words_of`.
-            expected: int32 [chunks, 2] of each; read, or written if `records`.
-            report: int64 [1], in memory of the host. It gets the code of a tensor that differs,
-                and is not written if none does.
-            codes: int64 numbers, one for each tensor.
+            expected: fingerprints, int32 [chunks, 2] for each tensor; read, or written if
+                `records`.
+            report: int64 [1] in host memory. The kernel writes the code of a tensor that differs,
+                and nothing if all are equal.
+            codes: int64 codes, one for each tensor.
             records: 1 to compute fingerprints, 0 to compare.
-            ctas: size of the grid.
+            ctas: number of CTAs in the grid.
+            stream: CUDA stream.
         """
         self.kernel(tensors, expected, report, codes, records).launch(
             grid=(ctas, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
@@ -52,7 +54,7 @@ class Fingerprint:
     def kernel(
         self, tensors: list, expected: list, report: cute.Tensor, codes: list, records: Int32
     ):
-        """Compute or compare one chunk a warp at a time."""
+        """Compute or compare fingerprints, one chunk per warp in a grid-stride loop."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -83,7 +85,7 @@ class Fingerprint:
                         report[0] = codes[which]
 
     def mix(self, x: Any, how: Any) -> Any:
-        """Mix the bits of a word, see `attnkit.util.fingerprint`."""
+        """Return the word `x` with its bits mixed, see `attnkit.util.fingerprint`."""
         first, second, last = how
         for shift, factor in (first, second):
             x = (x ^ (x >> Uint32(shift))) * Uint32(factor)

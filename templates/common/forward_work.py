@@ -9,17 +9,17 @@ from cutlass import Float32, Int32
 
 
 class WorkItem(IntEnum):
-    """Numbers the int32 words of a row of the work list, which describes one work tile.
+    """Indices of the int32 words in a row of the work list; a row describes one work tile.
 
-    `attnkit.schedule.work_list` writes them. A cursor (run, take, blocks) means `blocks` kv blocks
-    in descending order: the first `take` blocks of a run, then the whole runs before it. Fully
-    masked work tiles stand at the end of the list.
+    `attnkit.schedule.work_list` writes the rows. A cursor (run, take, blocks) stands for `blocks`
+    kv blocks in descending order: the first `take` blocks of a run, then the whole runs before it.
+    Fully masked work tiles are at the end of the list.
     """
 
     BATCH = 0
     HEAD = 1
     Q_BLOCK = 2
-    SPLIT_SLOT = 3  # >= 0: a part of a row that is split along kv; Combine puts the parts together
+    SPLIT_SLOT = 3  # >= 0: slot of a part of a row that is split along kv, for `Combine`
     PARTIAL_RUN = 4  # cursor into the runs of PARTIAL blocks
     PARTIAL_TAKE = 5
     PARTIAL_BLOCKS = 6
@@ -27,7 +27,7 @@ class WorkItem(IntEnum):
     FULL_TAKE = 8
     FULL_BLOCKS = 9
     NUM_MASKED = 10  # kv blocks that need the mask; they come first
-    NUM_LIVE = 11  # work tiles of the whole list that are not fully masked; the same in every row
+    NUM_LIVE = 11  # number of work tiles in the list that are not fully masked; same in every row
 
 
 ITEM_WORDS = len(WorkItem)

@@ -1,11 +1,11 @@
-"""Define how a variant plugs into the GPU kernels: hooks emit code while a kernel is traced.
+"""Define the hooks of a variant: methods that emit its code while a GPU kernel is traced.
 
-Hooks are plain Python objects. A kernel calls their methods while it is traced; they return scalars
-of the DSL (Float32, Int32, Boolean) and tuples of them. The kernel asks once for the values of a
-head, a row, a column or a block, and passes them to later hooks. All positions are Int32 and lie
-inside the tensors: the kernel clamps those of rows and columns beyond the ends.
+Hooks are plain Python objects. A kernel calls their methods while it is traced. The methods return
+DSL scalars (Float32, Int32, Boolean) and tuples of them. The kernel asks once for the values of a
+head, a row, a column or a block, and passes them to later hooks. All positions are Int32 and inside
+the tensors: the kernel clamps the positions of rows and columns beyond the ends.
 
-Scores are in units of log2: a kernel computes probabilities as 2**(x * factor + block - maximum),
+Scores are in log2 units: a kernel computes probabilities as 2**(x * factor + block - maximum),
 where x is the modified score that `score` returns.
 """
 
@@ -19,17 +19,18 @@ Values: TypeAlias = tuple[Any, ...]
 
 
 class Site(Protocol):
-    """Describes where a tile is; every hook receives one.
+    """Describes the position of a tile; every hook receives one.
 
     Attributes:
-        tensors: captured tensors, arguments of the kernel; a scalar has shape (1,).
+        tensors: captured tensors, which are kernel arguments; a scalar has shape (1,).
         b, h: batch element and query head.
         q_len, kv_len: sequence lengths.
         scale: softmax scale, natural units.
-        origin: position along kv within the tile, from which distances are counted.
+        origin: position from which distances are counted: the first row of a forward tile, the
+            first column of a backward tile.
         steps: offsets of the thread's rows from its first row, and of its columns from its first
-            column. Scores whose two offsets have the same difference have the same q - kv. None if
-            not known.
+            column; None if not known. Scores with the same difference of the two offsets have the
+            same q - kv.
     """
 
     tensors: Sequence[Any]
@@ -43,20 +44,21 @@ class Site(Protocol):
 
 
 class ForwardHooks(Protocol):
-    """Emits the score mod and the mask of a forward.
+    """Emits the code of the score mod and the mask for a forward.
 
     Attributes:
-        intervals: how many intervals of kv a row keeps, for `kept_intervals`; None if the mask has
-            no such form.
+        intervals: number of kv intervals that a row keeps, for `kept_intervals`; None if the mask
+            has no such form.
         has_mask: False if no score is masked.
-        only_scales: x is the raw score; `factor` is all that the mod does.
-        ignores_score: x does not depend on the score.
-        prefetches: `columns` or `relatives` take long, such as loads: the kernel calls them early.
-        branches_on_score: a condition on the score selects x.
-        row_factor: scores are multiplied by a value of their row.
-        instruction_estimate: estimate of the instructions that compute x.
-        lists_override_mask: block lists overrule the mask, which is not applied to their FULL
-            blocks.
+        only_scales: whether x is the raw score and the mod only multiplies by `factor`.
+        ignores_score: whether x does not depend on the raw score.
+        prefetches: whether `columns` or `relatives` have a long latency, such as loads; the kernel
+            then calls them early.
+        branches_on_score: whether x is selected by a condition on the raw score.
+        row_factor: whether scores are multiplied by a value of their row.
+        instruction_estimate: estimated number of instructions that compute x.
+        lists_override_mask: whether block lists take precedence over the mask, which is then not
+            applied to their FULL blocks.
     """
 
     intervals: int | None
@@ -70,23 +72,23 @@ class ForwardHooks(Protocol):
     lists_override_mask: bool
 
     def head(self, site: Any) -> Values:
-        """Compute the values that depend on the head alone; called once per tile."""
+        """Compute the values that depend only on the head; called once per tile."""
         ...
 
     def row(self, site: Any, head: Values, q: Value) -> Values:
-        """Compute the values that depend on row q and the head; called once per tile."""
+        """Compute the values that depend on row `q` and the head; called once per tile."""
         ...
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
-        """Compute the values of columns that are the same in every block.
+        """Compute the values that depend only on a column's offset in its block.
 
         Args:
-            offsets: of the columns from the block's first column.
+            offsets: offsets of the columns from the block's first column.
         """
         ...
 
     def block(self, site: Any, head: Values, kv: Value) -> Value:
-        """Return what to add to every x of the block whose first column is kv, or None."""
+        """Return the term to add to all scores of the block that starts at column `kv`, or None."""
         ...
 
     def columns(
@@ -107,7 +109,7 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> Any:
-        """Compute the values of q - kv that `score` needs; called once per block.
+        """Compute the values that `score` needs of each q - kv; called once per block.
 
         The kernel may call it before the scores are computed.
         """
@@ -128,16 +130,16 @@ class ForwardHooks(Protocol):
             rows: (q, values of `row`) of this thread's rows.
             columns: (kv, value of `fixed_columns`, values of `columns`) of this thread's columns.
             places: (index into rows, index into columns, raw score q . k) of each score.
-            relatives: what the hook of that name has returned.
+            relatives: what the `relatives` hook returned.
         """
         ...
 
     def factor(self, site: Any, head: Values) -> Value:
-        """Return the factor of x, positive and the same for a whole tile; None for 1."""
+        """Return the positive factor of x for the whole tile, or None for 1."""
         ...
 
     def kept_intervals(self, site: Any, head: Values, q: Value) -> Sequence[tuple[Value, Value]]:
-        """Return the intervals [low, high) of kv that row q keeps."""
+        """Return the kv intervals [low, high) that row `q` keeps."""
         ...
 
     def keep(
@@ -148,27 +150,28 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int]],
     ) -> list[Value]:
-        """Return whether the mask keeps each score (Boolean); for masks without intervals."""
+        """Return whether the mask keeps each score (Boolean), for masks without intervals."""
         ...
 
     def lse_offset(self, site: Any, head: Values, row: Values) -> Value:
-        """Return the term of the row's LSE that x leaves out, in natural units, or None."""
+        """Return the term that x leaves out of the row's LSE, in natural units, or None."""
         ...
 
 
 class BackwardHooks(ForwardHooks, Protocol):
-    """Emits the recomputed score, its derivative, and gradients, for a backward.
+    """Emits the code of the recomputed score, its derivative and the gradients for a backward.
 
-    A tile is a kv block: the kernel asks for its columns once, and its first column is the origin,
-    so that `block` is not used. Rows come two at a time, with `row` called in every block.
-    `kept_intervals` is called for columns and returns the intervals of q that a column keeps. Only
-    `distance_term` has the terms that are linear in kv - q.
+    A tile is a kv block. The kernel calls `columns` once per tile. The tile's first column is the
+    origin, so that `block` is not used. The kernel calls `row` in every q block, with two rows at a
+    time. `kept_intervals` takes a column and returns the intervals of q that the column keeps.
+    Terms that are linear in kv - q come from `distance_term` only.
 
     Attributes:
-        has_derivative: whether the derivative of the mod by the score differs from 1.
-        gradient_levels: for each load of a captured tensor that wants a gradient, the level at
-            which its index is known: "head", "row", "column", "relative" (q - kv) or "element".
-        gradient_slots: for each such load, the index of its gradient in the kernel's `totals`.
+        has_derivative: whether the derivative of the mod with respect to the score differs from 1.
+        gradient_levels: for each learned load (a load of a captured tensor that requires grad), the
+            level at which its index is known: "head", "row", "column", "relative" (q - kv) or
+            "element".
+        gradient_slots: for each learned load, the index of its gradient in the kernel's `totals`.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
@@ -189,19 +192,20 @@ class BackwardHooks(ForwardHooks, Protocol):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Value], list[Value] | None]:
-        """Compute x as `score` does, and the derivatives of the mod by the score.
+        """Compute x as `score` does, and the derivatives of the mod with respect to the score.
 
         Args:
             steps: q - kv of each score, minus q - kv of the thread's first score.
-            shared: values that depend on q - kv alone, by step; the hook reads and extends it.
+            shared: cache of values that depend only on q - kv, by step; the hook reads and extends
+                it.
 
         Returns:
-            x, and the derivatives; None for these if they are 1.
+            x and the derivatives; the derivatives are None if they are all 1.
         """
         ...
 
     def distance_term(self, site: Any, head: Values) -> Value:
-        """Return what the exponent gains when kv - q grows by 1, in log2 units, or None."""
+        """Return the slope of the exponent in kv - q, in log2 units, or None for 0."""
         ...
 
     def dscore(
@@ -212,7 +216,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value, Value]],
     ) -> tuple[list[Value], list[list[Value]]]:
-        """Compute the gradients of raw scores, and of the values that each learned load reads.
+        """Compute the gradients of the raw scores and of the values that each learned load reads.
 
         Called only if `gradient_levels` is not empty.
 
@@ -220,14 +224,14 @@ class BackwardHooks(ForwardHooks, Protocol):
             places: (row, column, raw score q . k, gradient of the modified score) of each score.
 
         Returns:
-            Gradients of the raw scores times the softmax scale, and those of the loads.
+            The gradients of the raw scores times the softmax scale, and the gradients of the loads.
         """
         ...
 
     def gradient_index(
         self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
     ) -> tuple[Value, ...]:
-        """Return the index that learned load i reads in a tensor of this shape.
+        """Return the index that learned load `i` reads in a tensor of shape `shape`.
 
         Args:
             q, kv: position of the score; None where the level of the load does not need it.

@@ -1,18 +1,19 @@
-"""Subtract LSE and delta inside the backward's matrix products, by one more step of 16 columns.
+"""Subtract LSE and delta inside the backward's MMAs, with one extra k-step of 16 columns.
 
-A thread of the backward has one or two kv positions and many rows. It would read LSE and delta of
-these rows from shared memory one by one. Instead S^T = K Q^T gets 16 more columns of K and of Q
-whose products sum to -LSE / scale, and where the config says so dP^T = V dO^T gets others for
--delta. Then P = 2**(factor S) and dS = P dP, and no thread reads these statistics.
+A thread of the backward has one or two kv positions and many rows. It would have to read LSE and
+delta of these rows from shared memory one by one. Instead, S^T = K Q^T gets 16 more columns of K
+and Q whose products sum to -LSE / scale. If the config says so, dP^T = V dO^T gets 16 more columns
+for -delta. Then P = 2**(factor S) and dS = P dP, and no thread reads these statistics.
 
-A float32 number x is the sum of three bfloat16 numbers x0 + x1 + x2, to its last bit. A row of Q's
-columns is x0 x1 x0 x2 x1 x0 v v of x = -LSE, where v is its position in the q block. A row of K's
-columns is a0 a0 a1 a0 a1 a2 0 0 of a = 1 / (2 scale). The products that are left out are below
-2**-24 of the largest. A step has 16 columns, of which the last eight are the first eight once more,
-hence the half. These columns are bfloat16 whatever the dtype of the tensors.
+A float32 number x equals the sum of three bfloat16 numbers x0 + x1 + x2. A row of Q's extra columns
+is x0 x1 x0 x2 x1 x0 v v for x = -LSE, where v is the row's position in the q block. A row of K's
+extra columns is a0 a0 a1 a0 a1 a2 0 0 for a = 1 / (2 scale). The products left out are below 2**-24
+of the largest. A k-step has 16 columns: the eight columns are used twice, hence the 2 in a. These
+columns are bfloat16 for every dtype of the tensors.
 
 In shared memory they are core matrices without swizzle: eight rows of eight columns in 128 bytes.
-All rows of K's columns are equal, so that one core matrix, with strides of zero, is all of them.
+All rows of K's extra columns are equal. One core matrix with strides of zero represents all of
+them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from cutlass import BFloat16, Float32, Int32, cute
 
 from attnkit.templates.common import device
 
-ROW_WORDS = 4  # 32-bit words of a row: eight columns
-CORE_WORDS = 8 * ROW_WORDS  # of a core matrix
-MIN_SCALE = 2.0**-60  # replaces smaller scales: S * scale rounds to zero with either
+ROW_WORDS = 4  # 32-bit words per row: eight columns
+CORE_WORDS = 8 * ROW_WORDS  # 32-bit words per core matrix
+MIN_SCALE = 2.0**-60  # replaces scales nearer to zero: S * scale rounds to zero with either
 
 
 def split_bfloat16(x: Any) -> tuple[Any, Any, Any]:
-    """Split a float32 into three float32 that bfloat16 holds exactly and that sum to it."""
+    """Split a float32 into three terms that are exact in bfloat16 and sum to it."""
     terms, rest = [], x
     for _ in range(3):
         word = device.pack(rest, Float32(0.0), BFloat16)
@@ -43,12 +44,12 @@ def split_bfloat16(x: Any) -> tuple[Any, Any, Any]:
 
 
 def row_columns(x: tuple[Any, Any, Any], last: Any) -> list[Any]:
-    """Return a row's eight columns of Q or dO as four words: `x` split, then the pair `last`."""
+    """Pack a row's eight extra columns of Q or dO into four words: terms `x`, then `last`."""
     return _words((x[0], x[1], x[0], x[2], x[1], x[0]), last)
 
 
 def factor_columns(x: tuple[Any, Any, Any], last: Any = (0.0, 0.0)) -> list[Any]:
-    """Return a row's eight columns of K or V as four words: `x` split, then the pair `last`."""
+    """Pack a row's eight extra columns of K or V into four words: terms `x`, then `last`."""
     return _words((x[0], x[0], x[1], x[0], x[1], x[2]), last)
 
 
@@ -58,19 +59,19 @@ def _words(six: tuple[Any, ...], last: Any) -> list[Any]:
 
 
 def nonzero_scale(scale: Any) -> Any:
-    """Return the scale, or `MIN_SCALE` where the scale is too near zero to divide by."""
+    """Return the scale, or `MIN_SCALE` where the scale is too close to zero to divide by."""
     small = cutlass.max(scale, -scale) < Float32(MIN_SCALE)
     return cutlass.select_(small, Float32(MIN_SCALE), scale)
 
 
 def write_factor(start: Any, x: Any) -> None:
-    """Write the extra columns of K or V as one core matrix.
+    """Write the extra columns of K or V to shared memory as one core matrix.
 
     One warp calls it; a fence of the async proxy must follow.
 
     Args:
         start: int32 pointer to shared memory.
-        x: Float32, the factor of the rows' numbers.
+        x: Float32, the factor that multiplies the extra columns of Q or dO.
     """
     lane = cute.arch.lane_idx()
     words, own = factor_columns(split_bfloat16(x)), Int32(0)

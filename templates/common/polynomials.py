@@ -1,6 +1,7 @@
-"""Define minimax polynomials for 2**f: lowest power first, relative error, by Remez exchange.
+"""Define minimax polynomials for 2**f by coefficients, lowest power first.
 
-After Cody and Waite (1980): x = j + f with an integer j, so that 2**x = 2**j * 2**f.
+They minimise the relative error (Remez exchange). The range reduction is Cody and Waite's (1980):
+x = j + f with an integer j, so that 2**x = 2**j * 2**f.
 """
 
 from __future__ import annotations

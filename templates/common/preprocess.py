@@ -1,6 +1,6 @@
-"""Compute LSE and delta of every row before a backward, and clear the memory that it adds to.
+"""Compute LSE and delta of every row before a backward, and clear the buffers it accumulates into.
 
-The kernel is bound by memory, and uses no feature of a single architecture.
+The kernel is bound by memory bandwidth and uses no architecture-specific feature.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ UNIT = 64 * ROWS  # floats in a unit of a float32 sum
 VECTOR = 8  # elements of a load: 16 bytes
 THREADS = 128
 LOADS = 4  # rows that a thread loads before it computes
-# -LSE of a fully masked row: finite, as the columns of the products multiply it by zeros
+# -LSE of a fully masked row: finite, because the extra columns of the MMAs multiply it by zeros
 MASKED_ROW = -(2.0**60)
 
 
 class PreprocessConfig(Protocol):
-    """Lists the fields of a backward's config that its preprocess reads.
+    """Describes the fields of a backward's config that the preprocess reads.
 
     Attributes:
         head_dim, head_dim_v: head_dim and head_dim_v as the kernel computes them.
         block_q: rows of a q block.
-        less_lse, less_delta: whether the products subtract LSE, and delta, see `lse_in_mma`.
+        less_lse, less_delta: whether the MMAs subtract LSE and delta, see `lse_in_mma`.
     """
 
     @property
@@ -45,14 +45,15 @@ class PreprocessConfig(Protocol):
 
 
 class Preprocess:
-    """Computes -delta = dLSE - rowsum(dO * O) and LSE in log2 units; clears dQ or its flags.
+    """Computes -delta = dLSE - rowsum(dO * O) and LSE in log2 units, and clears dQ or its flags.
 
-    Where the products subtract LSE or delta, it is written as columns for them, see `lse_in_mma`.
+    If the MMAs subtract LSE or delta, the kernel writes it as extra columns, see `lse_in_mma`.
 
     Args:
-        config: that of the main kernel.
+        config: config of the main kernel.
         with_lse: whether the LSE has a gradient.
-        flags: how many flags 64 rows of dQ have, cleared instead of sums; None to clear sums.
+        flags: number of flags per 64 rows of dQ, which are cleared instead of the sums; None to
+            clear the sums.
     """
 
     def __init__(self, config: PreprocessConfig, with_lse: bool, flags: int | None = None) -> None:
@@ -75,13 +76,14 @@ class Preprocess:
         """Launch one CTA for every 64 rows.
 
         Args:
-            out, grad_out: [B, H, S, Dv] as for the main kernel.
+            out, grad_out: [B, H, S, Dv], as for the main kernel.
             lse: float32 [B, H, S], natural units; -inf for fully masked rows.
             grad_lse: float32 [B, H, S]; not read unless `with_lse`.
             rows_lse: float32 [B * H * q blocks * block_q], written: LSE in log2 units, inf for
-                fully masked rows and beyond the ends. As columns: [..., 4] words of -LSE.
-            rows_delta: the same of -delta, 0 for these rows.
-            sums: float32, of which the units of dQ are cleared; or the flags, if there are any.
+                fully masked rows and beyond the ends. As extra columns: [..., 4] words of -LSE.
+            rows_delta: -delta in the same form, 0 for fully masked rows and beyond the ends.
+            sums: float32 sums of dQ, cleared; with `flags`, the flags instead.
+            stream: CUDA stream.
         """
         length, heads, batch = out.shape[2], out.shape[1], out.shape[0]
         bm = self.config.block_q
@@ -101,8 +103,8 @@ class Preprocess:
         rows_delta: cute.Tensor,
         sums: cute.Tensor,
     ):
-        """Write LSE and delta of 64 rows, and clear their part of dQ or their flags."""
-        # threads of a row, a power of two
+        """Write LSE and delta of 64 rows, and clear the sums or the flags of these rows of dQ."""
+        # threads per row, a power of two
         lanes = 1 << (self.config.head_dim_v // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
@@ -112,8 +114,8 @@ class Preprocess:
         column = thread % lanes * VECTOR
         loaded_column = cutlass.min(column, depth - VECTOR)
         passes = ROWS * lanes // THREADS
-        # A lane writes LSE and delta of one of its rows. It loads that LSE first, so that it has
-        # arrived when the row's sum is known.
+        # A lane writes LSE and delta of one of its rows. It loads that LSE first, to overlap the
+        # load with the row's reduction.
         own = thread % lanes % passes
         own_row = thread // lanes + own * (THREADS // lanes)
         place = (b, h, cutlass.min(block * ROWS + own_row, lse.shape[2] - 1))
@@ -148,7 +150,7 @@ class Preprocess:
     def write_row(
         self, row: Any, unmasked: Any, lse: Any, delta: Any, rows_lse: Any, rows_delta: Any
     ) -> None:
-        """Write LSE and delta of a row.
+        """Write LSE and delta of one row.
 
         Args:
             unmasked: whether the row lies inside the tensor and is not fully masked.
@@ -167,7 +169,7 @@ class Preprocess:
             rows_delta[row] = delta
 
     def write_columns(self, rows: Any, row: Any, value: Any) -> None:
-        """Write a row's LSE or delta as the columns that the products read."""
+        """Write LSE or delta of one row as the extra columns that the MMAs read."""
         position = Float32(row % self.config.block_q)
         device.store_vector(
             rows.iterator + row * ROW_WORDS,
@@ -176,7 +178,7 @@ class Preprocess:
 
     @cute.jit
     def clear(self, sums: cute.Tensor, first: Int32, thread: Int32):
-        """Write zeros for 64 rows of dQ, or for their flags."""
+        """Zero the sums of 64 rows of dQ, or their flags."""
         if const_expr(self.flags is not None):
             if thread < self.flags:
                 sums[first * self.flags + thread] = Float32(0.0)
@@ -191,10 +193,10 @@ class Preprocess:
 
 
 def reversed_block_idx() -> tuple[Any, Any]:
-    """Return (block, head, batch element) of a CTA, from the last to the first, and the grid.
+    """Return (block, head, batch element) of this CTA in reversed order, and the grid's shape.
 
-    The preprocess ends with what the main kernel reads first, and the postprocess begins with what
-    the main kernel has written last: both are then in the L2 cache.
+    The preprocess ends with the rows that the main kernel reads first, and the postprocess begins
+    with the rows that the main kernel wrote last. These rows are then still in the L2 cache.
     """
     grid = cute.arch.grid_dim()
     index = cute.arch.block_idx()

@@ -1,8 +1,9 @@
-"""Add float32 sums in a fixed order, by semaphores in global memory.
+"""Order float32 additions to the same memory by semaphores in global memory.
 
-A semaphore holds the turn: the kv block that adds next to a sum. A CTA waits until it holds its own
-kv block, adds, and stores the one that follows in the row (`attnkit.schedule.deterministic_order`).
-The last one stores the first again, so that the tables are ready for the next launch.
+A semaphore has the turn: the number of the kv block that adds next to a sum. A CTA waits until the
+semaphore equals its own kv block, adds, and stores the kv block that follows in the row
+(`attnkit.schedule.deterministic_order`). The last kv block stores the first one again, so that the
+next launch can use the tables.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from attnkit.templates.common.work_tile import WorkTile
 
 
 class OrderTable(IntEnum):
-    """Numbers the tensors of the kernel argument `order`, all int32.
+    """Indices of the tensors in the kernel argument `order`, all int32.
 
-    With first writers alone the argument has one tensor: the flags of the chunks of dQ.
+    With only first writers, the argument has one tensor: the flags of the chunks of dQ.
     """
 
-    SEMAPHORE = 0  # [chunks of dQ, then of dK and of dV]
+    SEMAPHORE = 0  # [chunks of dQ, then chunks of dK, then chunks of dV]
     ROW = 1  # [B * H * q blocks, 4], see `OrderRow`
     RUN_START = 2  # [runs] of kv blocks, PARTIAL and FULL together
     RUN_LENGTH = 3
-    TILE_TURN = 4  # [work tiles, 2]: turn at dK and dV of the kv head, and how many turns there are
+    TILE_TURN = 4  # [work tiles, 2]: turn at dK and dV of the kv head, and the number of turns
 
 
 class OrderRow(IntEnum):
-    """Numbers the words of a q block's entry in `OrderTable.ROW`."""
+    """Indices of the words in a q block's entry in `OrderTable.ROW`."""
 
     RUNS_BEGIN = 0
     RUNS_END = 1
@@ -40,9 +41,9 @@ class OrderRow(IntEnum):
 
 @cute.jit
 def wait_turn(semaphore: cute.Pointer, turn: Int32):
-    """Spin until a semaphore holds a turn.
+    """Spin until the semaphore equals `turn`.
 
-    Bulk copies that follow need `fence_bulk`: they are of another proxy than this load.
+    Bulk copies that follow need `fence_bulk`, because this load is of another proxy.
     """
     now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
     while now != turn:
@@ -50,14 +51,14 @@ def wait_turn(semaphore: cute.Pointer, turn: Int32):
 
 
 def fence_bulk() -> None:
-    """Order the later bulk copies of a warp after its earlier reads."""
+    """Order the warp's later bulk copies after its earlier reads."""
     cute.arch.fence_proxy("async.global")
     cute.arch.sync_warp()  # waits for the fence: no branch must come between them
 
 
 @cute.jit
 def poll_turn(semaphore: cute.Pointer, turn: Int32, chunk: Int32):
-    """Return the chunk if its semaphore holds the turn, else -1; does not wait."""
+    """Return `chunk` if its semaphore equals `turn`, else -1, without waiting."""
     ready = Int32(-1)
     if cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") == turn:
         fence_bulk()
@@ -67,7 +68,7 @@ def poll_turn(semaphore: cute.Pointer, turn: Int32, chunk: Int32):
 
 @cute.jit
 def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
-    """Return the kv block that adds to a row after another; after the last one, the first.
+    """Return the kv block that adds to a row after kv block `turn`; the first one after the last.
 
     Args:
         ascending: whether kv blocks add in ascending order.
@@ -91,7 +92,7 @@ def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
 def _across_runs(
     ascending: Constexpr, turn: Int32, bounds: tuple, starts: cute.Tensor, lengths: cute.Tensor
 ):
-    """Return the next turn in a row of several runs; `turn` is not the last one."""
+    """Return the next turn of a row that has several runs; `turn` is not the last one."""
     low, high = bounds
     following = Int32(0)
     for i in cutlass.range(low, high, unroll=1):
@@ -112,10 +113,10 @@ def _across_runs(
 def following_or_lookup(
     ascending: Constexpr, turn: Int32, following: Int32, chunk: Int32, tables: list
 ):
-    """Return `following`, or where it is -1 look the next turn up in the tables.
+    """Return `following`, or look up the next turn in the tables if `following` is -1.
 
     Args:
-        chunk: of dQ; a q block has two.
+        chunk: chunk of dQ; a q block has two.
     """
     if following < 0:
         entry = tuple(tables[OrderTable.ROW][chunk >> 1, i] for i in OrderRow)
@@ -124,12 +125,12 @@ def following_or_lookup(
 
 
 def write_turn(config: Any, info: Any, record: Any, tables: Any, item: Any) -> None:
-    """Write a work tile's turn at dK and dV to its record, where the config needs one.
+    """Write a work tile's turn at dK and dV to its record, if the config needs one.
 
     Args:
         config: its `sum_order` and `accumulate` say whether the sums have an order and are shared.
         info: int32 words in shared memory.
-        record: word at which the record begins.
+        record: index of the record's first word in `info`.
         tables: see `OrderTable`.
         item: row of the work list.
     """

@@ -1,4 +1,4 @@
-"""Define the record of a tile's position that kernels pass to their hooks."""
+"""Define the position of a tile, which kernels pass to their hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Site:
-    """Describes where a tile is; see `hooks.Site` for the fields."""
+    """Describes the position of a tile; see `hooks.Site` for the fields."""
 
     tensors: Any
     b: Any

@@ -1,4 +1,4 @@
-"""Compute the results of a row: the part of the softmax that both forward kernels share."""
+"""Compute the final results of a row, the softmax code that both forward kernels share."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def row_results(
 
     Args:
         total: sum of the row's P.
-        gap: correction for roundings, added to `total` where it divides the output; None for 0.
-        row_max: the reference that P was computed against; None for none.
-        highest: the largest score; read only where the kernel writes the maxima.
-        factor: what scores are multiplied by to be in log2 units; None for 1.
-        lse_term: what to add to the row's LSE, see `ForwardHooks.lse`; None for nothing.
+        gap: rounding correction, added to `total` where it divides the output; None for 0.
+        row_max: the row maximum that was subtracted to compute P; None if nothing was subtracted.
+        highest: the largest score; used only if the kernel writes the maxima.
+        factor: factor that converts scores to log2 units; None for 1.
+        lse_term: term to add to the row's LSE, see `ForwardHooks.lse_offset`; None for 0.
 
     Returns:
-        What to multiply the output by, the LSE and the largest score, natural units. A fully masked
+        The factor of the output, the LSE and the largest score, in natural units. A fully masked
         row has 0, -inf and -inf.
     """
     masked = total == Float32(0.0)
     divisor = total if gap is None else total + gap
     scale = cutlass.select_(masked, Float32(0.0), cute.arch.rcp_approx(divisor))
     unit = Float32(1.0) if factor is None else factor
-    lse = cute.math.log(total)  # once a row: exact, as an LSE may be the result
+    lse = cute.math.log(total)  # accurate log: the LSE may be a result, and it is once per row
     if row_max is not None:
         lse = lse + row_max * (unit * LN2)
     if lse_term is not None:
-        # The scores lack this term, so that an infinite one shows only here: -inf masks the row,
-        # +inf and NaN make it NaN (x - x is 0 for finite x, NaN otherwise).
+        # The scores lack this term, so that an infinite term takes effect only here: -inf masks the
+        # row, +inf and NaN make it NaN (x - x is 0 for finite x, NaN otherwise).
         wiped = lse_term == Float32(NEG_INF)
         lse = lse + cutlass.select_(wiped, lse_term, lse_term + (lse_term - lse_term))
         spoiled = cutlass.select_(wiped, Float32(0.0), scale + (lse_term - lse_term))
@@ -55,7 +55,7 @@ def row_results(
 
 
 def largest(values: list[Any], nan: bool) -> Any:
-    """Return the largest of Float32 values; NaN passes if `nan`, otherwise it is skipped."""
+    """Return the largest of `values` (Float32); `nan` propagates NaN instead of skipping it."""
     most = values[0]
     for x in values[1:]:
         most = cute.arch.fmax(most, x, nan=nan)

@@ -1,4 +1,4 @@
-"""Make views of tensors for TMA copies."""
+"""Create tensor views for TMA copies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from cutlass.cute.nvgpu import cpasync
 
 
 def ordered(tensor: Any, modes: tuple[int, ...]) -> Any:
-    """Return the tensor with its dimensions in the order of `modes`."""
+    """Return a view of the tensor with its dimensions permuted to the order `modes`."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=list(modes)))
 
 
 def partition(atom: Any, smem: Any, tiles: Any, shape: Any, coordinates: Any) -> Any:
-    """Return both sides of a TMA copy: (in shared memory by stage, in global memory by tile).
+    """Return the two sides of a TMA copy: the shared memory view by stage, the global view by tile.
 
     Args:
         atom: the TMA copy.
         smem: [rows, columns, stages] in shared memory.
         tiles: the TMA coordinate tensor.
-        shape, coordinates: of `cute.local_tile`.
+        shape, coordinates: arguments of `cute.local_tile`.
     """
     return cpasync.tma_partition(
         atom,

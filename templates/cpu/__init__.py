@@ -1,7 +1,7 @@
-"""Compute block-sparse attention with torch operators: exactly, on any device, in any float dtype.
+"""Compute block-sparse attention exactly with torch operators, on any device, in any float dtype.
 
-`forward` and `backward` walk the block runs of a mask strip by strip. A strip is a range of query
-rows with the scores of only those kv positions that the mask touches, for many heads at once.
+`forward` and `backward` iterate over the block runs of a mask strip by strip. A strip is a range of
+query rows with the scores of only those kv positions that the mask touches, for many heads at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compute the gradients of attention strip by strip, with recomputed scores.
 
 The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
-delta = rowsum(P dP) - dlse. Where a strip fits one chunk, P and the sum are computed from it, as
-exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
-(FlashAttention-2, Dao 2023). The order of every sum is fixed: equal inputs give equal bits.
+delta = rowsum(P dP) - dlse. If a strip fits in one chunk, P and the row sum are computed from the
+chunk, as exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
+(FlashAttention-2, Dao 2023). All sums have a fixed order: equal inputs give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 
-SCORES = 1 << 21  # per chunk; two or three buffers have this size
+SCORES = 1 << 21  # scores per chunk; two or three buffers have this size
 SUMS = 1 << 25  # elements of the float32 accumulators of 16-bit dK and dV
 
 
@@ -37,16 +37,16 @@ def backward(
     hooks: Hooks,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `forward`; the hooks add up those of captured tensors.
+    """Compute the gradients of `forward`; the hooks accumulate the gradients of captured tensors.
 
     Args:
         grad_out: [B, Hq, Sq, Dv], gradient of out.
-        grad_lse: [B, Hq, Sq], gradient of the LSE; None for none.
+        grad_lse: [B, Hq, Sq], gradient of the LSE; None for zero.
         query, key, value, runs, hooks, scale: as for `forward`.
         out, lse: results of `forward`.
 
     Returns:
-        dq, dk, dv in dtype, shape and order of strides of query, key and value. Fully masked rows
+        dq, dk, dv with dtype, shape and stride order of query, key and value. Fully masked rows
         contribute 0.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
@@ -96,12 +96,12 @@ class Rows:
         self._dot: Tensor | None = None
 
     def look_up(self, out: Tensor) -> None:
-        """Take the statistics from out and LSE, for rows that are longer than a chunk."""
+        """Use the statistics of the forward, out and LSE, for rows that exceed one chunk."""
         self._dot = torch.linalg.vecdot(self.do, out)[..., None]
         self._lse = self._lse.masked_fill(self._dead, math.inf).div_(self._factor)
 
     def weights(self, s: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
-        """Turn modified scores s into the softmax P in place; `spread` is a view of them."""
+        """Replace modified scores `s` by the softmax P in place; `spread` is a view of `s`."""
         if self._dot is not None:
             exponential(s, self._lse, self._factor)
             for keep in keeps:
@@ -113,25 +113,26 @@ class Rows:
         s.div_(s.sum(dim=-1, keepdim=True).masked_fill_(self._dead, 1))
 
     def score_gradient(self, p: Tensor, dp: Tensor) -> None:
-        """Turn dP into the gradient of the modified scores in place."""
+        """Replace `dp` by the gradient of the modified scores in place, given the softmax `p`."""
         dp.sub_(torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot)
-        if self._dlse is not None:  # a separate addition: the dot product may be far larger
+        if self._dlse is not None:  # added separately, because the dot product may be far larger
             dp.add_(self._dlse)
         dp.mul_(p)
 
     def add(self, ds: Tensor, k: Tensor) -> None:
-        """Add dS k to dq, without the scale."""
+        """Accumulate dS k into dq, without the softmax scale."""
         self._dq.baddbmm_(ds, k)
 
     def finish(self, dq: Tensor, scale: float) -> None:
-        """Scale dq and write it to [nb, nh, rows, D]."""
+        """Multiply dQ by the softmax scale and write it to `dq` [nb, nh, rows, D]."""
         dq.copy_(self._dq.mul_(scale).view(dq.shape))
 
 
 class Shared:
-    """Adds up dK and dV over the units that share keys, in the compute dtype.
+    """Accumulates dK and dV over the units that share keys, in the compute dtype.
 
-    The sums are the results themselves if these have that dtype; else they are rounded once.
+    The accumulators are `dk` and `dv` themselves if these have the compute dtype. Otherwise they
+    are rounded to `dk` and `dv` once.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float) -> None:
@@ -142,7 +143,7 @@ class Shared:
         self._sums: list[Tensor] = []
 
     def enter(self, unit: Unit) -> None:
-        """Switch to the sums of a unit's keys."""
+        """Switch to the accumulators of a unit's keys."""
         place = unit.kv_batch, unit.kv_head
         if place == self._place:
             return
@@ -154,7 +155,7 @@ class Shared:
         ]
 
     def leave(self) -> None:
-        """Round the sums to the results, where they are not the results themselves."""
+        """Round the accumulators to the results, unless they are the results themselves."""
         if self._place is not None:
             for t, total in zip(self._results, self._sums, strict=True):
                 if t.dtype != self._dtype:
@@ -162,7 +163,7 @@ class Shared:
         self._place = None
 
     def add(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> None:
-        """Add a chunk's dk and dv, [lanes, width, n], to the sums; this dk lacks the scale."""
+        """Add a chunk's dk (without the scale) and dv, [lanes, width, n], to the accumulators."""
         for total, share, factor in zip(self._sums, (dk, dv), self._factors, strict=True):
             spread = share.view(*total.shape[:2], -1, total.shape[3])
             for span, columns in chunk.places():
@@ -178,7 +179,7 @@ def _chunk(
     shared: Shared,
     work: list[Workspace],
 ) -> None:
-    """Add what a chunk contributes to all gradients."""
+    """Add the contributions of a chunk to all gradients."""
     k = unit.columns(call.key, chunk, call.dtype)
     v = unit.columns(call.value, chunk, call.dtype)
     s = call.scores(rows.q, k, work[0])
@@ -209,7 +210,7 @@ def _through_score(
     ds: Tensor,
     result: Tensor,
 ) -> None:
-    """Write the gradient of raw scores s to `result`, given ds, that of the modified scores."""
+    """Write the gradient of the raw scores `s` to `result`; `ds` is that of the modified scores."""
     s, ds, result = (unit.spread(t, chunk) for t in (s, ds, result))
     for span, columns in chunk.places():
         tile = call.tile(unit, chunk, span)

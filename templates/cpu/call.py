@@ -16,20 +16,23 @@ from attnkit.templates.cpu.masks import WIDTH, Keep, masked
 from attnkit.templates.cpu.strips import Chunk, Span, chunks
 from attnkit.templates.cpu.units import Unit, units
 
-ROWS = 128  # queries of a strip: fewer waste less at the mask's edges, more amortise each operator
-STACKED = 1024  # maximum rows of a unit, over all its (b, h)
-PAIRS = 16  # maximum (b, h) of a unit
-COLUMNS = 1 << 23  # elements of key and value that a chunk may copy
+ROWS = 128  # queries per strip: fewer waste less at the mask's edges, more amortise each operator
+STACKED = 1024  # maximum rows per unit, over all its (b, h)
+PAIRS = 16  # maximum number of (b, h) per unit
+COLUMNS = 1 << 23  # maximum elements of key and value that a chunk copies
 
 
 class Workspace:
-    """Reuses one buffer for the scores of all chunks: fresh pages cost more than the arithmetic."""
+    """Holds one buffer that all chunks reuse for their scores.
+
+    Reuse avoids page faults on fresh memory, which cost more than the arithmetic.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._flat = like.new_empty(0, dtype=dtype)
 
     def take(self, *shape: int) -> Tensor:
-        """Return an uninitialised contiguous tensor; it overwrites the tensor of the last call."""
+        """Return an uninitialised contiguous tensor, which overwrites the previous one."""
         count = math.prod(shape)
         if self._flat.numel() < count:
             self._flat = self._flat.new_empty(count)
@@ -38,7 +41,10 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Describes the inputs of a call and the dtype of its arithmetic; `index` is arange (int32)."""
+    """Holds the inputs of a call and the dtype of its arithmetic.
+
+    `index` is an int32 arange, from which positions are sliced.
+    """
 
     query: Tensor
     key: Tensor
@@ -58,14 +64,19 @@ class Call:
         hooks: Hooks,
         scale: float,
     ) -> Call:
-        """Create the record of a call: choose its compute dtype and allocate `index`."""
+        """Return the record of a call, with its compute dtype chosen and `index` allocated."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         longest = max(*query.shape[:3], key.shape[2], ROWS, WIDTH)
         index = torch.arange(longest, dtype=torch.int32, device=query.device)
         return Call(query, key, value, runs, hooks, scale, dtype, index)
 
     def walk(self, scores: int, pairs: int = PAIRS) -> Iterator[tuple[Unit, Chunk, list[Keep]]]:
-        """Yield the chunks to compute in order, at most `scores` scores each, with their masks."""
+        """Yield (unit, chunk, masks) for each chunk, in the order of computation.
+
+        Args:
+            scores: maximum number of scores per chunk.
+            pairs: maximum number of (b, h) per unit.
+        """
         rows = max(1, min(ROWS, self.query.shape[2]))
         kv_len, widths = self.key.shape[2], self.key.shape[3] + self.value.shape[3]
         pairs = max(1, min(pairs, STACKED // rows))
@@ -80,19 +91,19 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Return the factor that the results of `scores` still lack: 1 if it applied the scale.
+        """Return the factor that the results of `scores` still lack, 1 if they include the scale.
 
-        Without a score function, a positive scale is applied in the exponential, where it is free.
+        Without a score function, a positive scale is applied in the exponential at no extra cost.
         """
         return 1.0 if self.hooks.has_score or self.scale <= 0 else self.scale
 
     def scores(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
-        """Compute q k^T * scale / factor, [lanes, rows, width], in the workspace."""
+        """Compute q k^T * scale / `factor` as [lanes, rows, width] in the workspace."""
         s = torch.bmm(q, k.mT, out=space.take(*q.shape[:2], k.shape[1]))
         return s if self.factor == self.scale else s.mul_(self.scale)
 
     def tile(self, unit: Unit, chunk: Chunk, span: Span) -> Tile:
-        """Return the positions of a span of a chunk, for the hooks of the score."""
+        """Return the positions of one span of a chunk, for the score hooks."""
         return Tile(
             b=self.index[unit.batch].view(-1, 1, 1, 1),
             h=self.index[unit.head].view(1, -1, 1, 1),
@@ -102,15 +113,18 @@ class Call:
 
 
 def exponential(s: Tensor, shift: Tensor, factor: float) -> Tensor:
-    """Compute exp((s - shift) * factor) in place; torch's exp2 is faster than its exp."""
+    """Compute exp((s - shift) * factor) in place and return `s`.
+
+    It uses torch's exp2, which is faster than exp.
+    """
     return s.sub_(shift).mul_(factor * math.log2(math.e)).exp2_()
 
 
 def finite(peak: Tensor) -> Tensor:
-    """Return what `exponential` subtracts from the scores, given the largest of each row.
+    """Return the row maxima `peak` clamped to finite values, which `exponential` subtracts.
 
-    The result is `peak`, with infinities replaced by finite values. A row of -inf alone then has
-    weights of 0; a row with +inf has a sum and an LSE of +inf. NaN stays.
+    A row whose scores are all -inf then has weights of 0. A row with +inf has a sum and an LSE of
+    +inf. NaN stays.
     """
     limit = torch.finfo(peak.dtype)
     return peak.clamp(limit.min, limit.max)

@@ -1,7 +1,7 @@
-"""Compute softmax(score(q k^T)) v by strips of query rows, online along kv.
+"""Compute softmax(score(q k^T)) v by strips of query rows, with online softmax along kv.
 
-All arithmetic between input and output is float32 (float64 for float64 inputs): 16-bit matrix
-products gain little on CPUs without matrix units, and cost exactness.
+All arithmetic between input and output is float32 (float64 for float64 inputs). 16-bit matrix
+products would be less exact and gain little on CPUs without matrix units.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def forward(
         runs: block runs of the mask, with batch 1 or B and heads 1 or Hq; None for no mask.
         hooks: score and mask of the variant.
         scale: factor on q k^T, before the score function.
-        need_max: whether to return the largest scores.
+        need_max: whether to return the largest score of each row.
 
     Returns:
-        out [B, Hq, Sq, Dv] in the query's dtype and order of strides; LSE [B, Hq, Sq], natural
-        logarithm, float32 (float64 for float64); the largest score of each row, as LSE, or None.
-        A fully masked row gives 0, -inf and -inf.
+        out [B, Hq, Sq, Dv] in the query's dtype and stride order; LSE [B, Hq, Sq], natural
+        logarithm, float32 (float64 for float64); the largest score of each row in the shape and
+        dtype of the LSE, or None. A fully masked row gives 0, -inf and -inf.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     out = output_like(query, value.shape[-1])
@@ -70,9 +70,9 @@ def forward(
 def _scores(
     call: Call, unit: Unit, chunk: Chunk, keeps: list[Keep], q: Tensor, space: Workspace
 ) -> Tensor:
-    """Return modified, masked scores of a chunk, [lanes, stacked rows, width].
+    """Return the modified, masked scores of a chunk, [lanes, stacked rows, width].
 
-    They still lack `Call.factor`.
+    The scores still lack `Call.factor`.
     """
     stacked = call.scores(q, unit.columns(call.key, chunk, call.dtype), space)
     s = unit.spread(stacked, chunk)
@@ -86,7 +86,7 @@ def _scores(
 
 
 class Softmax:
-    """Computes online softmax of some rows, times the values (Milakov and Gimelshein, 2018)."""
+    """Accumulates online softmax of some rows times the values (Milakov and Gimelshein, 2018)."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor  # on every score, applied in the exponential
@@ -96,7 +96,7 @@ class Softmax:
         self._shift: Tensor
 
     def add(self, s: Tensor, v: Tensor) -> None:
-        """Add scores s [lanes, rows, width], which are overwritten, and their values v."""
+        """Add scores `s` [lanes, rows, width], which are overwritten, and their values `v`."""
         peak = s.amax(dim=-1, keepdim=True)
         if self._acc is not None:
             peak = torch.maximum(peak, self._peak)

@@ -1,4 +1,4 @@
-"""Define the interface of a variant to this template: its score and mask functions."""
+"""Define the hooks of a variant for this template: its score and mask functions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Tile:
 class Hooks(Protocol):
     """Computes the scores, the mask and the score gradients of a variant.
 
-    Scores, gradients and results are float32, or float64 when the query is. For `score`, `dscore`
-    and `captured_grad` the tile has the shapes b [nb, 1, 1, 1], h [1, nh, 1, 1], q [1, 1, nq, 1]
-    and kv [1, 1, 1, nkv]. No hook may change its arguments in place.
+    Scores, gradients and results are float64 if the query is float64, and float32 otherwise. For
+    `score`, `dscore` and `captured_grad` the tile has the shapes b [nb, 1, 1, 1], h [1, nh, 1, 1],
+    q [1, 1, nq, 1] and kv [1, 1, 1, nkv]. Hooks must not change their arguments in place.
 
     Attributes:
         has_score: False if scores pass through unchanged; `score` and `dscore` are then not called.
@@ -43,24 +43,27 @@ class Hooks(Protocol):
     needs_captured_grad: bool
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
-        """Return the modified scores, broadcastable to [nb, nh, nq, nkv], of raw scores s."""
+        """Return the modified scores of raw scores `s`, broadcastable to [nb, nh, nq, nkv]."""
         ...
 
     def keep(self, tile: Tile) -> Tensor:
         """Return the mask, bool, broadcastable to the tile's positions.
 
-        Called for partial tiles only, many at a time: the positions are b [1, nb, 1, 1, 1],
-        h [1, 1, nh, 1, 1], q [n, 1, 1, nq, 1] and kv [n, 1, 1, 1, nkv].
+        The template calls it only for partial tiles, many at a time. The positions are
+        b [1, nb, 1, 1, 1], h [1, 1, nh, 1, 1], q [n, 1, 1, nq, 1] and kv [n, 1, 1, 1, nkv].
         """
         ...
 
     def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """Return the gradient of the raw score, broadcastable to [nb, nh, nq, nkv].
+        """Return the gradient of the raw scores `s`, broadcastable to [nb, nh, nq, nkv].
 
-        grad is the gradient of the modified score; it is 0 where the mask is false.
+        `grad` is the gradient of the modified scores; it is 0 where the mask is false.
         """
         ...
 
     def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
-        """Add this tile's gradients of captured tensors to their sums; arguments as `dscore`."""
+        """Add the tile's gradients of captured tensors to their sums.
+
+        The arguments are the same as for `dscore`.
+        """
         ...

@@ -15,7 +15,7 @@ from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
 from attnkit.util.shapes import broadcast
 
-WIDTH = 128  # maximum columns of a mask tile
+WIDTH = 128  # maximum columns per mask tile
 VALUES = 1 << 21  # mask values per evaluation
 
 # dtype -> (integer dtype of the same width, bit pattern of -inf as a signed integer)
@@ -28,13 +28,13 @@ _Pieces = list[tuple[int, slice]]  # (first kv position, columns of the chunk), 
 class Keep:
     """Holds the mask of some columns of a chunk as bit patterns.
 
+    Masking by bit patterns also removes NaN and infinities under the mask, which adding -inf does
+    not. `torch.where` would take three times as long on a CPU.
+
     Attributes:
         columns: the columns.
         bits: integers, broadcastable to [nb, nh, rows, columns]: all ones where kept, else zero.
-        floor: of the same shape: zero where kept, else the bit pattern of -inf.
-
-    Masking by bit patterns also removes NaN and infinities under the mask, which adding -inf does
-    not. `torch.where` would take three times as long on a CPU.
+        floor: the same shape: zero where kept, else the bit pattern of -inf.
     """
 
     columns: slice
@@ -42,11 +42,11 @@ class Keep:
     floor: Tensor
 
     def zero(self, s: Tensor) -> None:
-        """Set s [nb, nh, rows, width] to 0 where the mask is false."""
+        """Set `s` [nb, nh, rows, width] to 0 in place where the mask is false."""
         s[..., self.columns].view(self.bits.dtype).bitwise_and_(self.bits)
 
     def fill(self, s: Tensor) -> None:
-        """Set s [nb, nh, rows, width] to -inf where the mask is false."""
+        """Set `s` [nb, nh, rows, width] to -inf in place where the mask is false."""
         part = s[..., self.columns].view(self.bits.dtype)
         part.bitwise_and_(self.bits).bitwise_or_(self.floor)
 
@@ -61,7 +61,7 @@ def masked(
 ) -> Iterator[tuple[Chunk, list[Keep]]]:
     """Yield each chunk of a unit with the masks of its partial columns, for scores of `dtype`.
 
-    `index` is arange (int32), at least as long as every axis and as WIDTH.
+    `index` is an int32 arange, at least as long as every axis and as WIDTH.
     """
     group: list[tuple[Chunk, _Pieces]] = []
     count = 0
@@ -127,7 +127,7 @@ def _evaluate(
 
 
 def _patch(bits: Tensor, group: list[tuple[Chunk, _Pieces]]) -> None:
-    """Overwrite the mask where the block runs decide and not the mask function.
+    """Overwrite the mask where the block runs decide instead of the mask function.
 
     Args:
         bits: the mask, [pieces, nb or 1, nh or 1, height, width], written in place.

@@ -14,11 +14,11 @@ from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns, Runs
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes consecutive kv positions [start, stop) that a strip touches.
+    """Describes a range [start, stop) of kv positions that a strip touches.
 
     Attributes:
         start: first kv position.
-        stop: one past the last.
+        stop: one past the last kv position.
         partial: the ranges [start, stop) of kv positions where the mask has to be evaluated.
     """
 
@@ -36,16 +36,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Describes positions of a strip where the block runs decide and not the mask function.
+    """Describes positions of a strip where the block runs decide instead of the mask function.
 
     A strip of several q blocks evaluates the mask wherever one of them is partial. Where another
-    is full or empty, runs that a user built may disagree with the mask function: the runs win.
+    one is full or empty, block runs that a user built may contradict the mask function. The block
+    runs take precedence.
 
     Attributes:
-        rows: rows, counted from the strip's first.
+        rows: rows, counted from the strip's first row.
         start: first kv position.
-        stop: one past the last.
-        keep: whether the runs keep the positions or leave them out.
+        stop: one past the last kv position.
+        keep: whether the block runs keep the positions or leave them out.
     """
 
     rows: slice
@@ -70,7 +71,8 @@ class Chunk:
 
     Attributes:
         strip: the strip.
-        spans: the kv positions in order, the columns of the chunk; empty if the strip has none.
+        spans: the kv positions in order, which are the columns of the chunk; empty if the strip has
+            none.
         first: whether this is the strip's first chunk.
         last: whether this is the strip's last chunk.
     """
@@ -82,16 +84,16 @@ class Chunk:
 
     @property
     def height(self) -> int:
-        """Return the number of rows."""
+        """Return the number of query rows."""
         return self.strip.stop - self.strip.start
 
     @property
     def rows(self) -> slice:
-        """Return the query rows."""
+        """Return the slice of query rows."""
         return slice(self.strip.start, self.strip.stop)
 
     def places(self) -> Iterator[tuple[Span, slice]]:
-        """Yield each span with the columns of the chunk that it fills."""
+        """Yield each span with the slice of the chunk's columns that it fills."""
         at = 0
         for span in self.spans:
             end = at + span.stop - span.start
@@ -126,11 +128,11 @@ _plans: weakref.WeakKeyDictionary[BlockRuns, dict[int, Plan]] = weakref.WeakKeyD
 
 
 def plan(runs: BlockRuns, rows: int) -> Plan:
-    """Return the strips of every (b, h) of the runs, in the order b * heads + h.
+    """Return the strips of every (b, h) of the block runs, in the order b * heads + h.
 
-    A strip has about `rows` queries: several q blocks, one, or a part of one. It leaves out kv
-    blocks whose tiles are all empty, and needs no mask for those whose tiles are all full. The
-    result is cached as long as the runs live, so that their tensors are read on the host once.
+    A strip has about `rows` queries: several q blocks, one q block, or a part of one. It leaves out
+    kv blocks that are empty in all its q blocks, and evaluates no mask where all are full. The
+    result is cached as long as `runs` exists, so that its tensors are copied to the host once.
     """
     known = _plans.setdefault(runs, {})
     if rows not in known:
@@ -139,7 +141,7 @@ def plan(runs: BlockRuns, rows: int) -> Plan:
 
 
 def dense(q_len: int, kv_len: int, rows: int) -> Plan:
-    """Return the strips of a call whose tiles are all full, in the form of `plan`."""
+    """Return the strips of a call without a mask, in the form of `plan`."""
     spans = (Span(0, kv_len),) if kv_len else ()
     return (tuple(Strip(q, min(q + rows, q_len), spans) for q in range(0, q_len, rows)),)
 
@@ -172,7 +174,7 @@ def _lists(runs: Runs) -> _Csr:
 
 
 def _sweep(full: _Csr, partial: _Csr, rows: range) -> Iterator[_Range]:
-    """Yield the ranges of kv blocks that some rows touch, split where a row's state changes."""
+    """Yield the ranges of kv blocks that `rows` touch, split where a row's state changes."""
     change: dict[int, list[tuple[int, int]]] = {}  # kv block -> (row, change of its state) there
     for state, (row_ptr, start, length) in ((FULL, full), (PARTIAL, partial)):
         for at, row in enumerate(rows):
@@ -190,7 +192,7 @@ def _sweep(full: _Csr, partial: _Csr, rows: range) -> Iterator[_Range]:
 
 
 def _spans(ranges: list[_Range], runs: BlockRuns) -> tuple[Span, ...]:
-    """Convert ranges of blocks to spans of positions, and join adjacent ones."""
+    """Convert ranges of kv blocks to spans of kv positions, and join adjacent ones."""
     spans: list[list[int]] = []
     partial: list[list[list[int]]] = []
     for first, last, states in ranges:

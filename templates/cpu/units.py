@@ -17,13 +17,14 @@ from attnkit.templates.cpu.strips import Chunk, Strip, dense, plan
 class Unit:
     """Describes batch elements and heads that share strips and one batched matrix product.
 
-    A lane is one (batch element, kv head); the query heads of a lane are stacked along its rows.
+    A lane is one (batch element, kv head). The query heads of a lane are stacked along its rows.
+    Two units have either the same kv_batch and kv_head, or disjoint ones.
 
     Attributes:
         batch: batch elements of the query.
         head: query heads.
-        kv_batch: batch elements of key and value; 0 to 1 where all batch elements share them.
-        kv_head: kv heads. Two units have the same kv_batch and kv_head, or disjoint ones.
+        kv_batch: batch elements of key and value; slice(0, 1) if all batch elements share them.
+        kv_head: kv heads.
         strips: the strips to compute.
     """
 
@@ -35,29 +36,29 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the numbers of batch elements, nb, and of query heads, nh."""
+        """Return (nb, nh), the numbers of batch elements and of query heads."""
         return self.batch.stop - self.batch.start, self.head.stop - self.head.start
 
     @property
     def lanes(self) -> int:
-        """Return the number of lanes."""
+        """Return the number of lanes, nb times the number of kv heads."""
         kv_heads: int = self.kv_head.stop - self.kv_head.start
         return self.shape[0] * kv_heads
 
     def rows(self, t: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Return a chunk's rows of t [B, Hq, Sq, n] as [lanes, stacked rows, n]."""
+        """Return the chunk's rows of `t` [B, Hq, Sq, n] as [lanes, stacked rows, n] in `dtype`."""
         part = t[self.batch, self.head, chunk.rows].to(dtype)
         return part.reshape(self.lanes, -1, t.shape[-1])
 
     def columns(self, t: Tensor, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Return a chunk's columns of t [B or 1, Hkv, Skv, n] as [lanes, width, n]."""
+        """Return the chunk's columns of `t` [B or 1, Hkv, Skv, n] as [lanes, width, n]."""
         mine = t[self.kv_batch, self.kv_head]
         parts = [mine[:, :, span.start : span.stop] for span in chunk.spans]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return part.to(dtype).reshape(self.lanes, -1, t.shape[-1])
 
     def spread(self, stacked: Tensor, chunk: Chunk) -> Tensor:
-        """View [lanes, stacked rows, n] as [nb, nh, rows, n]."""
+        """Return a view of `stacked` [lanes, stacked rows, n] as [nb, nh, rows, n]."""
         return stacked.view(*self.shape, chunk.height, -1)
 
 

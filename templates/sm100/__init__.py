@@ -1,1 +1,1 @@
-"""Implement attention for Blackwell (sm_100a) in CuTe-DSL: forward, backward, postprocess."""
+"""Attention kernels for Blackwell (sm_100a) in CuTe-DSL: forward, backward and postprocess."""

@@ -1,14 +1,14 @@
-"""Run the backward on Blackwell (sm_100a): a CTA takes a kv block and loops over its q blocks.
+"""Compute the backward on Blackwell (sm_100a): a work tile is a kv block, looping over q blocks.
 
-One CTA per SM, persistent, of 16 warps: a reduce warpgroup that adds to float32 sums, two compute
-warpgroups, an MMA warp, a producer. For every q block the tensor cores recompute S^T = K Q^T and
-dP^T = V dO^T into tensor memory. A lane of a compute warpgroup has one kv position and half of the
-rows q. It replaces S^T by P^T and dP^T by dS^T in tensor memory, where dV += P^T dO and
-dK += dS^T Q read them. dS^T also goes to shared memory, for dQ = dS K, which bulk reductions add to
-global memory (FlashAttention-4's backward with one CTA).
+The kernel is persistent, with one CTA per SM of 16 warps: a reduce warpgroup that adds to float32
+sums, two compute warpgroups, an MMA warp, and a producer. For every q block the tensor cores
+recompute S^T = K Q^T and dP^T = V dO^T into tensor memory. A thread of a compute warpgroup has one
+kv position and half of the block's q rows. It replaces S^T by P^T and dP^T by dS^T in tensor
+memory, where dV += P^T dO and dK += dS^T Q read them. dS^T is also written to shared memory, for
+dQ = dS K, which bulk reductions add to global memory (FlashAttention-4's backward with one CTA).
 
-Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
-run mask instructions.
+Query and kv blocks are visited in ascending order, with PARTIAL and FULL blocks mixed. Only blocks
+that need the mask run mask instructions.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from attnkit.templates.sm100.backward_softmax import SoftmaxBackward
 from attnkit.templates.sm100.device import fence_after, fence_before
 
 ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
-LOADS = 4  # TMA loads; two stores follow them among the kernel's arguments
+LOADS = 4  # number of TMA loads; two TMA stores follow them in the kernel's arguments
 
 
 class Backward:
-    """Builds and launches the backward kernel of one configuration and one variant.
+    """Builds and launches the Blackwell backward kernel of one configuration and one variant.
 
     Args:
-        config: compile-time configuration of the kernel.
-        hooks: the variant, see `templates.common.hooks.BackwardHooks`.
+        config: compile-time configuration.
+        hooks: hooks of the variant, see `templates.common.hooks.BackwardHooks`.
 
     Raises:
-        ValueError: the configuration is not supported; the message says what is.
+        ValueError: the configuration is not supported; the message says why.
     """
 
-    storage: Any  # shared memory of a CTA, laid out by `__call__`
+    storage: Any  # struct of a CTA's shared memory, created by `__call__`
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -108,12 +108,12 @@ class Backward:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch the kernel; the arguments are those of Hopper's `Backward`.
+        """Launch the kernel; the arguments are those of Hopper's `Backward`, except the following.
 
         Args:
-            lse, delta: as there, or as extra columns of the MMAs, see `common.lse_in_mma`.
-            sums: as there, in tiles with the layout of `backward_dq_reduce`.
-            order: as there, with one semaphore per tile of the sums.
+            lse, delta: also allowed as extra columns of the MMAs, see `common.lse_in_mma`.
+            sums: in tiles with the layout of `backward_dq_reduce`.
+            order: one semaphore per tile of the sums.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
@@ -154,7 +154,7 @@ class Backward:
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # directly after V: dV and dK are stored from both as one tile
+            # directly after V: dV and dK are stored from the memory of V and K as one tile
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
@@ -201,7 +201,7 @@ class Backward:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
+        """Set up shared memory, tensor memory and barriers, then branch to the role of the warp."""
         c = self.config
         problem = Problem(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -271,7 +271,7 @@ class Backward:
             cute.arch.setmaxregister_decrease(c.registers.reduce)
             self.dq_reduce.run(staging, tmem, bars, info, sums, order, problem)
         fence_before()
-        cute.arch.sync_threads()  # all roles are done with tensor memory
+        cute.arch.sync_threads()  # all roles have finished with tensor memory
         if warp == MMA_WARP:
             fence_after()
             device.free(device.allocated(tmem_base))

@@ -1,10 +1,10 @@
-"""Run the Blackwell backward on CTA pairs, which compute joint MMAs.
+"""Compute the Blackwell backward on CTA pairs with joint MMAs.
 
 A work tile has 256 kv positions, 128 per CTA. An MMA runs on both CTAs at once: each provides its
 rows of K, V, P or dS, and half of the other operand. Q and dO are thus read from shared memory once
-for both: half their rows in each CTA for S and dP, half their columns for dV and dK. dQ is a sum
-over all 256 positions: the CTAs exchange halves of dS through distributed shared memory, and each
-computes and adds up half of the rows of dQ, which halves the traffic of its sums.
+for both: half of their rows in each CTA for S and dP, half of their columns for dV and dK. dQ is a
+sum over all 256 positions. The CTAs exchange halves of dS through distributed shared memory, and
+each computes and adds half of the rows of dQ, which halves the traffic of its sums.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from attnkit.templates.sm100.backward_shared import (
 from attnkit.templates.sm100.backward_softmax import SoftmaxBackward
 from attnkit.templates.sm100.device import fence_after, fence_before
 
-LOADS = 7  # TMA loads; two stores follow them among the kernel's arguments
+LOADS = 7  # number of TMA loads; two TMA stores follow them in the kernel's arguments
 
 
 class Backward2Cta:
-    """Builds and launches the backward kernel for CTA pairs.
+    """Builds and launches the Blackwell backward kernel for CTA pairs.
 
     Its `__call__` takes the same arguments as that of `Backward`; `ctas` counts pairs.
 
     Args:
-        config: compile-time configuration of the kernel, with `two_cta`.
-        hooks: the variant.
+        config: compile-time configuration, with `two_cta`.
+        hooks: hooks of the variant.
 
     Raises:
-        ValueError: the configuration is not supported; the message says what is.
+        ValueError: the configuration is not supported; the message says why.
     """
 
-    storage: Any  # shared memory of a CTA, laid out by `__call__`
+    storage: Any  # struct of a CTA's shared memory, created by `__call__`
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -104,13 +104,13 @@ class Backward2Cta:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch the kernel; see `Backward` for the arguments.
+        """Launch the kernel; the arguments are those of `Backward`, except the following.
 
         Args:
-            sums: as there, but tiles of dQ have 64 rows.
+            sums: tiles of dQ have 64 rows.
             items, partial, full: for blocks of 128 x 256.
-            order: as there, with semaphores for each CTA's rows of a tile of dQ, dK or dV.
-            ctas: pairs of CTAs.
+            order: semaphores for each CTA's rows of a tile of dQ, dK or dV.
+            ctas: number of CTA pairs to launch.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
@@ -148,7 +148,8 @@ class Backward2Cta:
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # directly after V: dV and dK are stored from both as one tile while K is loaded
+            # directly after V: dV and dK are stored from the memory of V and dS as one tile, while
+            # the next K is loaded
             ds: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
             k_columns: cute.struct.Align[cute.struct.MemRange[dtype, 2 * bn * HALF], 1024]
@@ -202,7 +203,7 @@ class Backward2Cta:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
+        """Set up shared memory, tensor memory and barriers, then branch to the role of the warp."""
         c = self.config
         problem = Problem(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -240,13 +241,13 @@ class Backward2Cta:
             device.allocate(tmem_base, 2)
             self.lse_in_mma.write_factors(factors, problem.scale)
         cute.arch.mbarrier_init_fence()
-        # each CTA arrives at barriers of the other: both must have initialised them
+        # each CTA arrives at barriers of the other, which must be initialised
         fence_before()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         fence_after()
 
-        # each role reads the address of tensor memory itself, so that no register holds it before
+        # each role reads the tensor memory address itself, so that it takes no register before
         if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers.others)
             if warp == PRODUCER_WARP:
@@ -277,7 +278,7 @@ class Backward2Cta:
             )
         fence_before()
         cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()  # both CTAs are done with tensor memory and each other's barriers
+        cute.arch.cluster_wait()  # both CTAs have finished with tensor memory and remote barriers
         if warp == MMA_WARP:
             fence_after()
             device.free(device.allocated(tmem_base), 2)

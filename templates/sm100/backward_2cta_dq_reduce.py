@@ -1,7 +1,7 @@
 """Add dQ of a CTA pair to its sums: each CTA adds half of the rows, in two parts.
 
 In deterministic mode a CTA waits for its turn after it has read both parts from tensor memory, so
-that MMAs do not wait for turns. Each CTA has turns of its own.
+that MMAs do not wait for turns. Each CTA has its own turns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class DqReduce2Cta(DqReduce):
     """Adds dQ, and shared dK and dV, of a CTA of a pair to their sums."""
 
     def release_tile(self, bars: Any) -> None:
-        """Release a work tile, and its accumulators in the first CTA; one arrival per warp each."""
+        """Release a work tile, and its accumulators in the first CTA, with one arrival per warp."""
         super().release_tile(bars)
         self.group.arrive_leader(bars.epilogue_done)
 
     def add_block(
         self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: Any
     ) -> None:
-        """Add this CTA's half of the rows of dQ of a q block."""
+        """Add this CTA's half of the rows of a q block's dQ to the sums."""
         c = self.config
         self.wait_slots(target.thread)
         self.sync()
@@ -42,7 +42,7 @@ class DqReduce2Cta(DqReduce):
             # f32 [32]: 32 columns of the thread's row
             values = device.load(target.tmem + (c.dq_column + part * SLICE), SLICE)
             if part == parts - 1:
-                # dQ is read from tensor memory: MMAs may overwrite it
+                # dQ has been read from tensor memory: MMAs may overwrite it
                 fence_before()
                 cute.arch.sync_warp()
                 self.group.arrive_leader(bars.dq_empty)
@@ -57,23 +57,26 @@ class DqReduce2Cta(DqReduce):
 
     @cute.jit
     def wait_slots(self, thread: Int32):
-        """Wait until bulk reductions have read all slots."""
+        """Wait until the bulk reductions have read all slots."""
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def write_part(self, target: SumTarget, values: Any, part: int) -> None:
-        """Write two slices of 64 rows to shared memory: of the first and the last 64 columns."""
+        """Write two slices of 64 rows to shared memory, of the first and the last 64 columns."""
         slice_size = SLICE * HALF
         row = (target.warp % 2) * device.LANES + target.lane
         slot = target.staging + (2 * part + target.warp // 2) * slice_size
         self.write_row(slot, values, row, HALF)
-        # bulk copies read shared memory by the async proxy
+        # bulk reductions read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         if not self.config.sum_order:
             self.sync()
 
     def add_parts(self, target: SumTarget, start: Int64, parts: range) -> None:
-        """Add parts that are in shared memory to the sums, from float offset `start` on."""
+        """Add `parts` in shared memory to the sums, by bulk reductions.
+
+        `start` is the float offset of the tile in the sums.
+        """
         to = target.sums.iterator + start
         self.reduce_parts(target.staging, to, target.thread, parts[0], parts[-1])
 
@@ -86,7 +89,7 @@ class DqReduce2Cta(DqReduce):
         first: cutlass.Constexpr,
         last: cutlass.Constexpr,
     ):
-        """Issue the bulk reductions of some parts, two slices each, as one group."""
+        """Issue the bulk reductions of parts `first` to `last`, two slices each, as one group."""
         size = SLICE * HALF
         if thread == 0:
             for part in cutlass.range_constexpr(first, last + 1):

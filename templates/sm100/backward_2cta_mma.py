@@ -1,6 +1,7 @@
-"""Issue the MMAs of a CTA pair.
+"""Issue the MMAs of the Blackwell backward on a CTA pair.
 
-The MMA warp of the first CTA issues all of them. That of the second announces its loads to it.
+The MMA warp of the first CTA issues all MMAs. The MMA warp of the second CTA forwards the arrival
+of its loads to the first CTA.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from attnkit.templates.sm100.device import fence_after
 
 @dataclass(frozen=True)
 class Operands2Cta:
-    """Holds the shared addresses of a CTA's share of the operands, and that of tensor memory.
+    """Holds the shared memory addresses of a CTA's operands, and the tensor memory address.
 
     Attributes:
         q, do: half of the rows, dtype [64, 128].
         k, v: dtype [128, 128].
-        ds: columns of both CTAs' kv positions, dtype [256, 64], dS^T.
+        ds: dS^T of both CTAs' kv positions, dtype [256, 64].
         q_columns, do_columns: half of the columns, dtype [128, 64].
         k_columns: half of the columns of both CTAs' kv positions, dtype [256, 64].
         factors, lse, delta: extra columns of `LseInMma`.
@@ -55,10 +56,10 @@ class Mma2Cta:
     """Issues the MMAs of a CTA pair.
 
     Args:
-        config: compile-time configuration of the kernel.
-        lse_in_mma: issues the step of LSE and delta.
+        config: compile-time configuration.
+        lse_in_mma: issues the extra k-step for LSE and delta.
         group: the pair.
-        dtype: of the operands.
+        dtype: dtype of the operands.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Mma2Cta:
 
     @cute.jit
     def relay(self, bars: Backward2CtaBarriers, info: cute.Tensor):
-        """Announce the second CTA's loads to the first, in the order in which MMAs need them."""
-        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        """Forward the arrival of the second CTA's loads to the first, in the order of the MMAs."""
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
@@ -81,7 +82,7 @@ class Mma2Cta:
                 self.pass_on(bars.v_full, kv_count)
                 self.pass_on(bars.k_columns_full, kv_count)
             for i in cutlass.range(count, unroll=1):
-                self.pass_on(bars.q_rows.full, q_count)  # announces K too
+                self.pass_on(bars.q_rows.full, q_count)  # also stands for K
                 if i == 0:
                     self.pass_on(bars.v_full, kv_count)
                 else:
@@ -100,18 +101,20 @@ class Mma2Cta:
 
     @cute.jit
     def pass_on(self, barrier: cute.Pointer, count: Int32):
-        """Wait for a load of this CTA, and arrive for it in the first CTA."""
+        """Wait for a load of this CTA, and arrive at the same barrier in the first CTA."""
         cute.arch.mbarrier_wait(barrier, count & 1)
         self.group.arrive_leader(barrier)
 
     @cute.jit
     def run(self, operands: Operands2Cta, bars: Backward2CtaBarriers, info: cute.Tensor):
-        """Issue the MMAs of all work tiles, in the first CTA for both.
+        """Issue the MMAs of all work tiles, in the first CTA for both CTAs.
 
         Args:
+            operands: addresses of the operands.
+            bars: mbarriers.
             info: int32 words in shared memory, see `Word`.
         """
-        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
@@ -122,7 +125,7 @@ class Mma2Cta:
             if count > 0:
                 self.issue_s(operands, q_count, bars)
                 cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
-                # what follows writes dV and dK, and dS over a dK that TMA may still have to read
+                # the following MMAs write dV and dK; dS overwrites a dK that TMA may still read
                 cute.arch.mbarrier_wait(bars.epilogue_done, (kv_count & 1) ^ 1)
                 self.issue_dp(operands, q_count, bars)
                 self.issue_dv(operands, q_count, bars, Int32(0))
@@ -135,7 +138,7 @@ class Mma2Cta:
                     self.issue_dp(operands, q_count + 1, bars)
                     self.issue_dv(operands, q_count + 1, bars, Int32(1))
                     q_count += 1
-                # before dQ and dK of the last block: dV leaves during them
+                # before dQ and dK of the last block, so that dV is stored during them
                 with cute.arch.elect_one():
                     device.commit_pair(bars.dv_full)
                 if count == 1:
@@ -153,7 +156,7 @@ class Mma2Cta:
     # ---------------------------------------------------- MMAs of a block, inlined while tracing
 
     def issue_s(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """Issue S^T = K Q^T, minus LSE / scale with `less_lse`."""
+        """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.q_rows.full, count & 1)
         fence_after()
@@ -163,10 +166,10 @@ class Mma2Cta:
         )
 
     def issue_dp(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """Issue dP^T - delta = V dO^T - delta."""
+        """Issue dP^T = V dO^T - delta."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.do_rows.full, count & 1)
-        # dQ of the block before lies between the halves of dS, in the columns of dP
+        # dQ of the previous block is between the halves of dS, in the columns of dP
         cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
         fence_after()
         rows = (at.factors + 4 * CORE_WORDS, at.delta)
@@ -181,10 +184,12 @@ class Mma2Cta:
         rows: tuple[Int32, Int32] | None,
         done: tuple[cute.Pointer, cute.Pointer],
     ) -> None:
-        """Issue the MMAs of S^T or dP^T: rows of K or V times rows of Q or dO.
+        """Issue the MMA of S^T or dP^T: rows of K or V times rows of Q or dO.
 
         Args:
-            rows: shared addresses of the extra columns of `LseInMma`, None for no such step.
+            out: tensor-memory address of the result.
+            operands: shared addresses of K or V, and of Q or dO.
+            rows: shared addresses of the extra columns of `LseInMma`, None for no extra k-step.
             done: barriers to commit to.
         """
         c, (a, b) = self.config, operands
@@ -208,19 +213,19 @@ class Mma2Cta:
     def issue_dv(
         self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
-        """Issue dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         cute.arch.mbarrier_wait(bars.do_columns.full, count & 1)
         fence_after()
         out = at.tmem + c.dv_column
-        p = (at.tmem + c.s_column, False)  # P^T lies over S^T
+        p = (at.tmem + c.s_column, False)  # P^T overwrites S^T
         self._issue_gradient(out, p, at.do_columns, accumulate, bars.do_columns)
 
     def issue_dk(
         self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers, accumulate: Int32
     ) -> None:
-        """Issue dK += dS^T Q, or dK = dS^T Q unless `accumulate`.
+        """Issue dK += dS^T Q, or dK = dS^T Q if `accumulate` is 0.
 
         Call it after `issue_dq`, which waits for dS.
         """
@@ -228,7 +233,7 @@ class Mma2Cta:
         cute.arch.mbarrier_wait(bars.q_columns.full, count & 1)
         fence_after()
         out = at.tmem + c.dk_column
-        ds = (at.tmem + c.dp_column, True)  # dS^T lies over dP^T, dQ between its halves
+        ds = (at.tmem + c.dp_column, True)  # dS^T overwrites dP^T, with dQ between its halves
         self._issue_gradient(out, ds, at.q_columns, accumulate, bars.q_columns)
 
     def _issue_gradient(
@@ -239,10 +244,13 @@ class Mma2Cta:
         accumulate: Int32,
         operand: OperandBarriers,
     ) -> None:
-        """Issue the MMAs of dV or dK: P^T or dS^T in tensor memory times columns of dO or Q.
+        """Issue the MMA of dV or dK: P^T or dS^T in tensor memory times columns of dO or Q.
 
         Args:
+            out: tensor-memory address of the result.
             a: first column of P^T or dS^T; whether its halves are split, see `packed_column`.
+            b: shared address of the columns of dO or Q.
+            accumulate: 0 to overwrite the result.
             operand: barriers of b.
         """
         c, (start, split) = self.config, a
@@ -263,14 +271,14 @@ class Mma2Cta:
     def issue_dq(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
         """Issue dQ = dS K: 64 rows in each CTA, in the columns that dS leaves free.
 
-        The first 64 lanes hold columns 0 to 63 of dQ, the others 64 to 127.
+        The first 64 lanes have columns 0 to 63 of dQ, the others columns 64 to 127.
         """
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(
             c.block_q, c.head_dim, self.dtype, a_rows=True, b_rows=True
         )
         cute.arch.mbarrier_wait(bars.ds_full, count & 1)
-        cute.arch.fence_acq_rel_cluster()  # half of dS was written by the other CTA
+        cute.arch.fence_acq_rel_cluster()  # the other CTA has written half of dS
         fence_after()
         with cute.arch.elect_one():
             for step in range(2 * c.rows_kv // device.STEP):

@@ -1,11 +1,11 @@
-"""Take work tiles and load each CTA's share of their operands: the producer of a CTA pair.
+"""Fetch work tiles and load each CTA's share of their operands: the producer of a CTA pair.
 
-What the next work tile needs is loaded as soon as its memory is free: Q and dO once they have been
-read, K after the last MMA that reads it, V once dV, which is stored from V's memory, has left it.
+The operands of the next work tile are loaded as soon as their memory is free: Q and dO when they
+have been read, K after the last MMA that reads it, V when dV has been stored from the memory of V.
 
-The first CTA takes all work tiles, also the first one, from a counter, and passes them to the
-second. So pairs that run begin work tiles in the order of the list, and a turn that is waited for
-belongs to a work tile that has begun: no pair depends on one that is not resident.
+The first CTA claims all work tiles, including the first one, from a counter, and passes them to the
+second CTA. Running pairs therefore begin work tiles in the order of the list, and a turn that a
+pair waits for belongs to a work tile that has begun. No pair depends on one that is not resident.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from attnkit.templates.sm100.backward_shared import (
     q_stage,
 )
 
-# How many blocks before the end of a work tile the next one is claimed. A claim takes some time,
-# but work tiles must begin in about the order of the list, or CTAs wait for turns.
+# The next work tile is claimed this many blocks before the end of the current one, to hide the
+# latency of a claim. An earlier claim would make CTAs wait for turns, because work tiles would not
+# begin in the order of the list.
 CLAIM_AHEAD = 2
 
 
 class Load(IntEnum):
-    """Numbers the TMA loads of a CTA in the order of the kernel's arguments."""
+    """Indices of the TMA loads of a CTA, in the order of the kernel's arguments."""
 
     Q_ROWS = 0
     Q_COLUMNS = 1
@@ -77,7 +78,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class Item:
-    """Describes a work tile: its row of the work list, and the words of its record."""
+    """Describes a work tile: its row index in the work list, and the words of its record."""
 
     index: Int32
     kv_block: Int32
@@ -88,13 +89,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Progress:
-    """Says how far the producer is.
+    """Holds the counters of the producer.
 
     Attributes:
-        kv_count: number of work tiles before.
-        acc_count: number of those that have q blocks.
-        q_count: number of q blocks before.
-        last: number of q blocks of the work tile before.
+        kv_count: number of earlier work tiles.
+        acc_count: number of earlier work tiles that have q blocks.
+        q_count: number of earlier q blocks.
+        last: number of q blocks of the previous work tile.
     """
 
     kv_count: Int32
@@ -104,10 +105,12 @@ class Progress:
 
 
 class Producer2Cta:
-    """Takes work tiles and loads a CTA's share of their blocks; both CTAs walk all blocks.
+    """Fetches work tiles and loads a CTA's share of their blocks.
+
+    Both CTAs iterate over all blocks.
 
     Args:
-        config: compile-time configuration of the kernel.
+        config: compile-time configuration.
         group: the pair.
     """
 
@@ -126,11 +129,15 @@ class Producer2Cta:
         lists: Lists,
         problem: Problem,
     ):
-        """Take all work tiles of the pair and load this CTA's share of their blocks.
+        """Fetch all work tiles of the pair and load this CTA's share of their blocks.
 
         Args:
             atoms, tiles, smem: TMA copies in the order of `Load`, their coordinate tensors, and
                 their targets in shared memory.
+            rows: statistics and words of q blocks in shared memory.
+            bars: mbarriers.
+            lists: tensors of the work list.
+            problem: sizes of the launch.
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         rank = self.group.rank()
@@ -178,7 +185,7 @@ class Producer2Cta:
                 r = q_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
-                    # one lane writes the word and announces it
+                    # the lane that writes the word also arrives
                     info[r] = q_word
                     if const_expr(c.less_lse):  # LSE comes with Q's rows
                         cute.arch.mbarrier_arrive(bars.block_full + r)
@@ -195,14 +202,14 @@ class Producer2Cta:
                     self.load_k_rows(loads, bars, info, lists.order, item, progress, (h_kv, b_kv))
                 self.load_q_do(loads, Load.Q_ROWS, bars.q_rows, rows, q_count, at)
                 if j > 0:
-                    # dK is one block behind: its columns of Q come after the next rows
+                    # dK is one block behind: load its columns of Q after the next block's rows
                     self.load_q_do(
                         loads, Load.Q_COLUMNS, bars.q_columns, rows, q_count - 1,
                         (before, h, b, first_row),
                     )  # fmt: skip
                 self.load_q_do(loads, Load.DO_ROWS, bars.do_rows, rows, q_count, at)
                 if j == 0:
-                    # dV of the work tile before is stored from this memory
+                    # dV of the previous work tile is stored from this memory
                     cute.arch.mbarrier_wait(bars.v_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
@@ -251,10 +258,15 @@ class Producer2Cta:
     ):
         """Write a work tile's record and load the rows of its K, for S.
 
-        Their memory is free after the last S of the work tile before.
+        The memory of these rows is free after the last S of the previous work tile.
 
         Args:
+            loads: TMA loads.
+            bars: mbarriers.
+            info: int32 words in shared memory.
             order: tensors of the semaphores.
+            item: the work tile.
+            progress: counters of the producer.
             of_kv: head and batch element of K.
         """
         c = self.config
@@ -263,7 +275,7 @@ class Producer2Cta:
             cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
         elif progress.last > 2:
             cute.arch.mbarrier_wait(bars.s_full, (progress.q_count & 1) ^ 1)
-        else:  # later, as some warp might not have seen the record before
+        else:  # wait longer, because some warp might not have read the earlier record yet
             cute.arch.mbarrier_wait(bars.acc_full, (progress.acc_count & 1) ^ 1)
         with cute.arch.elect_one():
             self.write_record(info, progress.kv_count, item, order)
@@ -279,10 +291,10 @@ class Producer2Cta:
         progress: Progress,
         of_kv: tuple,
     ):
-        """Load columns of K, for dQ, after the last dQ of the work tile before."""
+        """Load columns of K, for dQ, after the last dQ of the previous work tile."""
         c = self.config
         rank = self.group.rank()
-        # wait for every phase in order; and let dK, which the first dS waits for, leave first
+        # wait for every phase in order, and let the store of dK, which dS waits for, go first
         cute.arch.mbarrier_wait(bars.kv_empty, (progress.kv_count & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.k_columns_full, c.rows_kv * c.head_dim * 2)
@@ -301,7 +313,7 @@ class Producer2Cta:
         cute.copy(loads.atoms[load], source, loads.targets[load][None, 0], tma_bar_ptr=full)
 
     def write_record(self, info: cute.Tensor, count: Int32, item: Item, order: Any) -> None:
-        """Write the record of a work tile for the other roles; `count`: work tiles before it."""
+        """Write the record of the `count`-th work tile, for the other roles."""
         record = self.group.record(count)
         write_record(info, record, (item.kv_block, item.head, item.batch, item.count))
         write_turn(self.config, info, record, order, item.index)
@@ -315,18 +327,21 @@ class Producer2Cta:
         info: cute.Tensor,
         bars: Backward2CtaBarriers,
     ):
-        """Take the pair's next work tile from the counter, in the first CTA, for both.
+        """Claim the pair's `count`-th work tile from the counter in the first CTA, for both CTAs.
 
         Args:
+            counter: counter of the work list.
             total: rows of the work list.
-            count: number of work tiles before it.
+            count: number of the pair's earlier work tiles.
+            info: int32 words in shared memory.
+            bars: mbarriers.
         """
         ctas, _, _ = cute.arch.grid_dim()
         if self.group.rank() == 0:
             cute.arch.mbarrier_wait(bars.item_empty, (count & 1) ^ 1)
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter.iterator, Int32(1))
-                if index == total + ctas // 2 - 1:  # the last of the launch resets it
+                if index == total + ctas // 2 - 1:  # the last claim resets the counter
                     counter[0] = Int32(0)
                 info[Word.NEXT_ITEM] = index
                 place = device.remote_address((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
@@ -335,17 +350,19 @@ class Producer2Cta:
 
     @cute.jit
     def claimed(self, count: Int32, info: cute.Tensor, bars: Backward2CtaBarriers):
-        """Wait for the work tile that `claim` took, and return its row of the work list.
+        """Wait for the work tile that `claim` took, and return its row index in the work list.
 
         Args:
-            count: number of work tiles before it.
+            count: number of the pair's earlier work tiles.
+            info: int32 words in shared memory.
+            bars: mbarriers.
         """
         if self.group.rank() == 1:
             cute.arch.mbarrier_wait(bars.item_full, count & 1)
             cute.arch.fence_acq_rel_cluster()
         cute.arch.sync_warp()
         index = cute.arch.make_warp_uniform(info[Word.NEXT_ITEM])
-        cute.arch.sync_warp()  # all lanes have read it before the next one is written
+        cute.arch.sync_warp()  # all lanes have read the index before the next one is written
         if self.group.rank() == 1:
             self.group.arrive_leader(bars.item_empty)
         return index
@@ -363,9 +380,11 @@ class Producer2Cta:
         """Load half of Q or dO: rows with the statistics that their MMAs subtract, or columns.
 
         Args:
-            load: which operand, and which half.
+            loads: TMA loads.
+            load: the operand and its half.
             barriers: barriers of this operand.
-            count: number of q blocks before.
+            rows: statistics of q blocks in shared memory.
+            count: index of the q block.
             at: q block, head, batch element, and index of the head's first block among all heads'.
         """
         c = self.config

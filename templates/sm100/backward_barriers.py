@@ -1,4 +1,4 @@
-"""Name the mbarriers of the Blackwell backward kernels and say who waits for whom."""
+"""Define the mbarriers of the Blackwell backward kernels."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ OPERANDS = "q_rows", "q_columns", "do_rows", "do_columns"
 
 @dataclass(frozen=True)
 class CommonBarriers:
-    """Holds the mbarriers of both kernels; each field is the first of as many as `sizes` says.
+    """Holds the mbarriers of both kernels; a field points to the first of `sizes[field]` mbarriers.
 
     Attributes:
-        k_full: the record of a work tile is written, and K has arrived (2 CTAs: its rows).
+        k_full: the record of a work tile is written, and K has arrived (CTA pair: its rows).
         v_full: V has arrived.
         kv_empty: all roles have read the record, K and V.
         s_full: S^T is computed.
-        p_full: P^T is in tensor memory, where S^T was.
+        p_full: P^T is in tensor memory, where it overwrites S^T.
         dp_full: dP^T is computed.
-        ds_full: dS^T is in tensor memory, where dP^T was, and in shared memory.
+        ds_full: dS^T is in tensor memory, where it overwrites dP^T, and in shared memory.
         dq_full: a part of dQ is computed, and its MMAs have read dS^T in shared memory.
-        dq_empty: that part has been read from tensor memory.
+        dq_empty: the part of dQ has been read from tensor memory.
         acc_full: dK of a work tile is computed, and with one CTA its dV.
         block_full: the word of a q block and its LSE have arrived; with one CTA, Q and its
             statistics.
-        block_empty: all roles have read these.
+        block_empty: all roles have read what `block_full` announces.
     """
 
     k_full: cute.Pointer
@@ -65,14 +65,14 @@ class CommonBarriers:
 
     @classmethod
     def at(cls, base: cute.Pointer, c: BackwardConfig) -> Self:
-        """Place the barriers one after another from an address of shared memory on."""
+        """Return the mbarriers, laid out in shared memory from address `base`."""
         offsets: dict[str, int] = {}
         offset = 0
         for name, size in cls.sizes(c).items():
             offsets[name] = offset
             offset += size
         fields: dict[str, Any] = {}
-        # rings last: the compiler keeps the order of these additions, and registers depend on it
+        # rings last: the compiler keeps the order of these additions, which affects registers
         for name in sorted(offsets, key=lambda name: name not in SINGLE):
             fields[name] = base + offsets[name]
             if name in OPERANDS:
@@ -82,11 +82,11 @@ class CommonBarriers:
 
 @dataclass(frozen=True)
 class BackwardBarriers(CommonBarriers):
-    """Holds the mbarriers of the kernel for one CTA.
+    """Holds the mbarriers of the kernel for single CTAs.
 
     Attributes:
-        do_full: dO has arrived, and delta where the MMAs subtract it.
-        do_empty: the MMAs that read them are complete.
+        do_full: dO has arrived, and delta if the MMAs subtract it.
+        do_empty: the MMAs that read dO are complete.
     """
 
     do_full: cute.Pointer
@@ -94,28 +94,28 @@ class BackwardBarriers(CommonBarriers):
 
     @classmethod
     def sizes(cls, c: BackwardConfig) -> dict[str, int]:
-        """Return `CommonBarriers.sizes`, and those of the fields of this class."""
+        """Return the number of barriers of each field, including those of `CommonBarriers`."""
         return super().sizes(c) | dict.fromkeys(("do_full", "do_empty"), c.stages)
 
     def init(self, c: BackwardConfig) -> None:
-        """Initialise the barriers, by one thread, with the arrivals that complete a phase."""
-        # Reports of the emulator name a barrier by the argument of the call with this name.
+        """Initialise the mbarriers with their arrival counts; called by one thread."""
+        # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
         mbarrier_init = cute.arch.mbarrier_init
-        # one arrival: of the producer, with the bytes to come, or of `commit`
+        # one arrival: by the producer with expect_tx, or by `commit`
         mbarrier_init(self.k_full, ONE_ARRIVAL)
         mbarrier_init(self.v_full, ONE_ARRIVAL)
         mbarrier_init(self.s_full, ONE_ARRIVAL)
         mbarrier_init(self.dp_full, ONE_ARRIVAL)
         mbarrier_init(self.dq_full, ONE_ARRIVAL)
         mbarrier_init(self.acc_full, ONE_ARRIVAL)
-        # and the MMA warp
+        # + 1 for the MMA warp
         mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
         mbarrier_init(self.p_full, COMPUTE_WARPS)
         mbarrier_init(self.ds_full, COMPUTE_WARPS)
         mbarrier_init(self.dq_empty, REDUCE_WARPS)
         for s in range(c.q_stages):
             mbarrier_init(self.block_full + s, ONE_ARRIVAL)
-            # the MMA warp arrives for the compute warps too, whose P and dS it waits for
+            # the MMA warp also arrives for the compute warps, because it waits for their P and dS
             mbarrier_init(self.block_empty + s, 1 + REDUCE_WARPS)
         for s in range(c.stages):
             mbarrier_init(self.do_full + s, ONE_ARRIVAL)
@@ -127,8 +127,8 @@ class OperandBarriers:
     """Holds the full and the empty mbarrier of a CTA's half of Q or dO.
 
     Attributes:
-        full: the half has arrived; in the first CTA, the halves of both.
-        empty: the MMAs that read it are complete.
+        full: the half has arrived; in the first CTA, the halves of both CTAs.
+        empty: the MMAs that read the half are complete.
     """
 
     full: cute.Pointer
@@ -147,8 +147,8 @@ class Backward2CtaBarriers(CommonBarriers):
         epilogue_done: in the first CTA: dK and dV of both CTAs have been read from tensor memory,
             and dK from the memory that it shares with dS.
         k_columns_full: K's columns, for dQ, have arrived.
-        item_full: in the second CTA: the first has written the index of the next work tile.
-        item_empty: in the first CTA: the second has read that index.
+        item_full: in the second CTA: the first CTA has written the index of the next work tile.
+        item_empty: in the first CTA: the second CTA has read that index.
     """
 
     q_rows: OperandBarriers
@@ -164,18 +164,19 @@ class Backward2CtaBarriers(CommonBarriers):
 
     @classmethod
     def sizes(cls, c: BackwardConfig) -> dict[str, int]:
-        """Return `CommonBarriers.sizes`, and those of the fields of this class."""
+        """Return the number of barriers of each field, including those of `CommonBarriers`."""
         return super().sizes(c) | dict.fromkeys(OPERANDS, 2) | dict.fromkeys(OVERLAP, 1)
 
     def init(self, c: BackwardConfig, rank: Any) -> None:
-        """Initialise the barriers, by one thread, with the arrivals that complete a phase.
+        """Initialise the mbarriers with their arrival counts; called by one thread.
 
         Args:
+            c: compile-time configuration.
             rank: rank of the CTA in the pair.
         """
-        # Reports of the emulator name a barrier by the argument of the call with this name.
+        # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
         mbarrier_init = cute.arch.mbarrier_init
-        loads = 2 - rank  # the first CTA's barriers count the second's loads too
+        loads = 2 - rank  # the first CTA's barriers also count the second CTA's loads
         mbarrier_init(self.k_full, ONE_ARRIVAL)
         mbarrier_init(self.s_full, ONE_ARRIVAL)
         mbarrier_init(self.dp_full, ONE_ARRIVAL)
@@ -186,7 +187,7 @@ class Backward2CtaBarriers(CommonBarriers):
         mbarrier_init(self.item_empty, ONE_ARRIVAL)
         mbarrier_init(self.v_full, loads)
         mbarrier_init(self.k_columns_full, loads)
-        # and the MMA warp
+        # + 1 for the MMA warp
         mbarrier_init(self.kv_empty, REDUCE_WARPS + COMPUTE_WARPS + 1)
         # where the MMA warp waits, the warps of both CTAs arrive
         mbarrier_init(self.p_full, c.ctas * COMPUTE_WARPS)

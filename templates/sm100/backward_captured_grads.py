@@ -1,9 +1,9 @@
-"""Add up gradients of captured tensors in the Blackwell backward.
+"""Accumulate gradients of captured tensors in the Blackwell backward.
 
-The gradient of a load whose index is known per head or per column is summed in a register over a
-whole work tile. If the index is known per row, it is summed over the columns of a warp. Only then
-is the sum added to the gradient in memory. Any other is added element by element. All sums are
-float32; in deterministic mode those in memory are exact (`common.exact_sums`).
+The gradient of a load is reduced before it is added in memory. The reduction depends on the level
+at which the load's index is known: in a register over a whole work tile for "head" and "column",
+over the columns of a warp for "row". Gradients of other loads are added element by element. All
+sums are float32; in deterministic mode the sums in memory are exact (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, cute
 from attnkit.templates.common.exact_sums import ExactSums
 from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
 
-# running sums that a thread keeps over a work tile, by the level of the load's index
+# number of sums that a thread keeps over a work tile, by the level of the load's index
 RUNNING = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
 
 
@@ -26,8 +26,8 @@ class CapturedSums:
     """Holds the sums of the gradients of captured tensors.
 
     Attributes:
-        running: f32 [values of `RUNNING`] per thread, over a work tile.
-        totals: the gradients in memory, see `Backward.__call__`.
+        running: f32 [values of `RUNNING`] per thread, sums over a work tile.
+        totals: the gradients in global memory, see `Backward.__call__`.
     """
 
     running: cute.Tensor
@@ -35,7 +35,7 @@ class CapturedSums:
 
 
 class CapturedGrads(ExactSums):
-    """Adds up the gradients of captured tensors.
+    """Accumulates the gradients of captured tensors.
 
     Args:
         softmax: recomputes P.
@@ -56,15 +56,19 @@ class CapturedGrads(ExactSums):
         self, tile: KvBlock, first: Int32, scratch: Scratch, lse: Any, dp: Any, at: int,
         sums: CapturedSums,
     ) -> list[Any]:  # fmt: skip
-        """Return dS of some rows, and add up the gradients of captured tensors.
+        """Return dS of some rows, and accumulate the gradients of captured tensors.
 
-        P is recomputed: raw scores occupy its registers, and P in the dtype is not exact enough.
+        P is recomputed, because raw scores are in its registers, and P in the dtype is not exact
+        enough.
 
         Args:
-            first: query position of the first row, which is row `at` of the thread.
+            tile: values of the kv block.
+            first: query position of the first row.
             scratch: raw scores of all rows of the thread, and which of them the mask keeps.
             lse: as for `SoftmaxBackward.exponentials`.
             dp: dP - delta of these rows.
+            at: index of the first row among the thread's rows.
+            sums: sums of the gradients of captured tensors.
         """
         columns, count = tile.columns, len(dp)
         rows = self.softmax.rows_of(tile, first, count, True)
@@ -87,7 +91,7 @@ class CapturedGrads(ExactSums):
         self, i: int, level: str, at: int, tile: KvBlock, rows: Any, values: Any,
         sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of load i for some rows to its sums."""
+        """Add the gradients of load `i` for some rows to its sums."""
         site, total, running = tile.site, sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level in ("head", "column"):
             for value in values:
@@ -106,9 +110,9 @@ class CapturedGrads(ExactSums):
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def _summed(self, values: list[Any]) -> Any:
-        """Return the sums of several values over a warp: the first in the first lanes, and so on.
+        """Return, in the k-th of equal groups of lanes, the sum of `values[k]` over the warp.
 
-        While there are several, a lane keeps half of them and gives the others to its partner.
+        In each step, a lane keeps half of its values and exchanges the other half with its partner.
         """
         lane = cute.arch.lane_idx()
         for step in (16, 8, 4, 2, 1):

@@ -35,7 +35,7 @@ from attnkit.templates.sm100.device import fence_after, fence_before
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds the parts that a compute warpgroup uses."""
+    """Holds the components that a compute warpgroup uses."""
 
     group: Group
     lse_in_mma: LseInMma
@@ -45,11 +45,11 @@ class Parts:
 
 
 class ComputeWarpgroup:
-    """Turns S into P and dP into dS, and stores dK and dV.
+    """Computes P from S and dS from dP, and stores dK and dV.
 
     Args:
-        config: compile-time configuration of the kernel.
-        parts: the parts that it uses.
+        config: compile-time configuration.
+        parts: components of the warpgroup.
     """
 
     def __init__(self, config: BackwardConfig, parts: Parts) -> None:
@@ -78,8 +78,11 @@ class ComputeWarpgroup:
             stores: TMA stores of dK and dV, their coordinate tensors, and the shared memory that
                 they read.
             smem: shared addresses of dV, which dK follows, and of dS.
+            rows: statistics and words of q blocks in shared memory.
             tmem: base of tensor memory.
+            bars: mbarriers.
             captured, totals: see `Backward.__call__`.
+            problem: sizes of the launch.
         """
         c, p, info = self.config, problem, rows.info
         atoms, tiles, views = stores
@@ -88,12 +91,12 @@ class ComputeWarpgroup:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg, row = warp // WARPS - 1, thread % WARPGROUP
         half = c.block_q // 2
-        row0 = wg * half  # the thread's first row of a q block; its column of a kv block is `row`
+        row0 = wg * half  # the thread's first row in a q block; its column in a kv block is `row`
         tmem_warp = tmem + (warp % WARPS) * (device.LANES << 16)
         tmem_s, tmem_dp = tmem_warp + c.s_column + row0, tmem_warp + c.dp_column + row0
         scratch = Scratch(
             cute.make_rmem_tensor(half, Float32),  # f32 [block_q / 2]
-            cute.make_rmem_tensor(2, Int32),  # int32 [2], a bit a row
+            cute.make_rmem_tensor(2, Int32),  # int32 [2], one bit per row
         )
         sums = self.captured_grads.begin(totals)
         q_count, kv_count, acc_count = Int32(0), Int32(0), Int32(0)
@@ -125,10 +128,10 @@ class ComputeWarpgroup:
                 self.softmax.compute_p(block, tile, tmem_s, scratch)
                 self.hand_over(bars.p_full)
                 if i == 0:
-                    # with 2 CTAs dS waits for dK of the work tile before, as they share memory
+                    # in a CTA pair, dS and the previous work tile's dK share memory
                     self.epilogue.wait_last_tile(bars, kv_count, False)
                 cute.arch.mbarrier_wait(bars.dp_full, q_count & 1)
-                # the MMAs of dQ of the last block have read dS from shared memory
+                # the MMAs of the previous block's dQ have read dS from shared memory
                 cute.arch.mbarrier_wait(bars.dq_full, ((q_count * c.dq_parts) & 1) ^ 1)
                 fence_after()
                 self.softmax.compute_ds(
@@ -168,19 +171,20 @@ class ComputeWarpgroup:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def write_ds(self, start: Int32, row: Int32, row0: Int32, at: int, packed: Any) -> None:
-        """Write eight elements of dS^T to shared memory; in a pair, to the CTA that has their rows.
+        """Write eight elements of dS^T to shared memory; in a pair, of the CTA that has their rows.
 
         Args:
             start: shared address of dS^T.
             row: kv position within the CTA's 128.
-            row0: the thread's first row of the q block; the elements begin `at` from there.
+            row0: the thread's first row of the q block.
+            at: first of the eight rows, counted from `row0`.
             packed: four pairs of the dtype.
         """
         c = self.config
         if c.two_cta:
             vector, column = Int32(at // 8), self.group.rank() * c.rows_kv + row
             place = device.swizzled_address(start, c.ctas * c.rows_kv, column, vector, Int32(0))
-            # each compute warpgroup has the rows of one CTA
+            # the rows of each compute warpgroup belong to one CTA
             device.write_remote(device.remote_address(place, row0 // HALF), packed)
         else:
             vector = row0 + at  # rows of a q block are columns of the tile in shared memory
@@ -188,7 +192,7 @@ class ComputeWarpgroup:
             device.write_shared(place, packed)
 
     def hand_over(self, barrier: cute.Pointer) -> None:
-        """Announce that a warp has written what the MMAs read."""
+        """Arrive at `barrier` once per warp, after the writes that the MMAs read."""
         device.wait_stores()
         fence_before()
         cute.arch.sync_warp()

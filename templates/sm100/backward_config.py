@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
 
-UNIT = 64 * 64  # floats of a unit: float32 sums begin at multiples of it
+UNIT = 64 * 64  # floats per unit: the sums of each gradient begin at a multiple of it
 SLICE = 32  # columns of a sum that one bulk reduction adds
 
 
 class Registers(NamedTuple):
-    """Holds the registers per thread of each role; `others`: the MMA warp and the producer."""
+    """Holds the registers per thread of each role.
+
+    `others` is for the MMA warp and the producer.
+    """
 
     compute: int
     reduce: int
@@ -21,22 +24,22 @@ class Registers(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Configures the sizes and switches of the backward kernels.
+    """Holds the sizes and switches of the Blackwell backward kernels.
 
     Attributes:
-        dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head dims as the kernel computes them, those of the tensors padded
-            with zeros: 64 or 128 each, or 192 and 128.
+        dtype: dtype of all inputs and gradients, "bfloat16" or "float16".
+        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded
+            with zeros to 64 or 128 each, or to 192 and 128.
         block_q: rows of a q block, 128, or 64 with a head_dim of 192.
-        accumulate: add dK and dV to float32 sums, for query heads that share a kv head; otherwise
-            they are stored in the dtype.
-        sum_order: "ascending" or "descending": add to sums in this order of kv tiles, which is that
-            of the schedule (deterministic mode); "" for any order.
+        accumulate: add dK and dV to float32 sums, because query heads share a kv head; otherwise
+            store them in `dtype`.
+        sum_order: order of kv tiles in which they add to the sums (deterministic mode), "ascending"
+            or "descending", as in the schedule; "" for any order.
         two_cta: CTA pairs share a work tile, 128 kv positions per CTA, and compute joint MMAs. For
             head dims of 128.
-        less_lse: the MMAs subtract LSE / scale from S, see `LseInMma`. Only where they also
-            subtract delta from dP, for a mod that adds to the score what does not depend on it,
-            and without captured tensors that need a gradient.
+        less_lse: subtract LSE / scale from S in the MMA, see `LseInMma`. Requires that the MMAs
+            also subtract delta from dP, a mod that only adds terms to the score that do not depend
+            on the score, and no captured tensors that need a gradient.
     """
 
     dtype: str = "bfloat16"
@@ -48,49 +51,52 @@ class BackwardConfig:
     two_cta: bool = False
     less_lse: bool = False
 
-    rows_kv = 128  # kv positions of a CTA
+    rows_kv = 128  # kv positions per CTA
     slices = 2  # buffers in shared memory for slices of sums
 
     @property
     def ctas(self) -> int:
-        """Return the number of CTAs of a work tile."""
+        """Return the number of CTAs per work tile."""
         return 2 if self.two_cta else 1
 
     @property
     def block_kv(self) -> int:
-        """Return the kv positions of a block of the work list."""
+        """Return the kv positions per block of the work list."""
         return self.ctas * self.rows_kv
 
     @property
     def rows_dq(self) -> int:
-        """Return the rows of a tile of dQ's sums, those that one CTA adds up."""
+        """Return the rows of a tile of dQ's sums, which one CTA adds."""
         return self.block_q // self.ctas
 
     @property
     def q_stages(self) -> int:
-        """Return the stages of Q: at least two, as dK reads Q again, one block after S."""
+        """Return the stages of Q: at least two, because dK reads Q one block after S."""
         return 4 if self.head_dim == self.head_dim_v == 64 else 2
 
     @property
     def stages(self) -> int:
-        """Return the stages of dO: a second one for prefetching where there is room."""
+        """Return the stages of dO: a second one for prefetching if there is room."""
         return 2 if self.head_dim == self.head_dim_v == 64 else 1
 
     @property
     def less_delta(self) -> bool:
-        """Return whether the MMAs subtract delta from dP: where shared memory has room for it."""
+        """Return whether the MMAs subtract delta from dP.
+
+        They do if shared memory has room for the extra columns.
+        """
         return self.two_cta or (self.head_dim, self.head_dim_v) != (128, 128)
 
     @property
     def words(self) -> tuple[int, int]:
-        """Return the float32 words of a row's LSE, and of its delta."""
+        """Return the float32 words of (LSE, delta) per row."""
         return 4 if self.less_lse else 1, 4 if self.less_delta else 1
 
     @property
     def smem_row_words(self) -> tuple[int, int]:
-        """Return the float32 words of LSE and of delta in shared memory.
+        """Return the float32 words of (LSE, delta) in shared memory.
 
-        Each CTA of a pair holds only half of the rows of what the MMAs subtract.
+        Each CTA of a pair has only half of the rows of a statistic that the MMAs subtract.
         """
         lse, delta = self.words
         q_rows = self.q_stages * self.block_q
@@ -124,36 +130,42 @@ class BackwardConfig:
 
     @property
     def dq_over_dp(self) -> bool:
-        """Return whether dQ overwrites dP^T, as tensor memory has no other columns left."""
+        """Return whether dQ overwrites dP^T, because tensor memory has no free columns left."""
         return self._free_columns < 64
 
     @property
     def ds_in_tensor(self) -> bool:
-        """Return whether dK reads dS^T from tensor memory: where dQ does not overwrite it."""
+        """Return whether dK reads dS^T from tensor memory.
+
+        It does unless dQ overwrites dS^T there.
+        """
         return self.two_cta or not self.dq_over_dp
 
     @property
     def dq_parts(self) -> int:
-        """Return the number of parts in which dQ of a q block is computed and added in turn."""
+        """Return the number of parts in which dQ of a q block is computed and added."""
         return self.head_dim // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
-        """Return how many columns of dQ tensor memory holds at a time."""
-        if self.two_cta:  # 64 rows on 128 lanes: half of the columns on each half
+        """Return the number of columns of dQ that tensor memory has at a time."""
+        if self.two_cta:  # 64 rows on 128 lanes: each half of the lanes has half of the columns
             return self.head_dim // 2
         return self.head_dim if self.dq_over_dp else 64
 
     @property
     def dq_column(self) -> int:
-        """Return the first column of dQ in tensor memory; in a pair, between the halves of dS^T."""
+        """Return the first column of dQ in tensor memory.
+
+        In a CTA pair, dQ is between the halves of dS^T.
+        """
         if self.two_cta:
             return self.dp_column + self.block_q // 4
         return self.dp_column if self.dq_over_dp else TMEM_COLUMNS - self._free_columns
 
     @property
     def registers(self) -> Registers:
-        """Return the registers per thread of each role; all 512 threads together have 65536."""
+        """Return the registers per thread of each role; 512 threads share 65536 registers."""
         if self.block_q == 64:
             return Registers(compute=160, reduce=104, others=88)
         if self.two_cta and self.sum_order:
@@ -190,21 +202,21 @@ class BackwardConfig:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA: those of the roles, and two warps without a role."""
+        """Return the threads per CTA: those of the roles, and two warps without a role."""
         return 512
 
     @property
     def smem_bytes(self) -> int:
-        """Return the bytes of shared memory of a CTA: operands, dS, statistics, slices of sums."""
+        """Return the shared memory bytes per CTA: operands, dS, statistics, slices of sums."""
         q_stages = 1 if self.two_cta else self.q_stages
         q = q_stages * self.head_dim + self.stages * self.head_dim_v + self.rows_kv
-        # a pair loads K twice: its rows for S, its columns for dQ
+        # a CTA of a pair loads K twice: its rows for S, its columns for dQ
         halves = self.rows_kv * (self.ctas * self.head_dim + self.head_dim_v) + self.block_q * q
         floats = self.slices * SLICE * self.rows_kv + sum(self.smem_row_words)
         return 2 * halves + 4 * floats + 1024
 
     def problem(self) -> str | None:
-        """Return why this configuration is not supported, or None."""
+        """Return the reason why this configuration is not supported, or None if it is supported."""
         widths = (self.head_dim, self.head_dim_v)
         if widths != (192, 128) and not (set(widths) <= {64, 128}):
             return (

@@ -1,11 +1,11 @@
 """Add dQ, and shared dK and dV, to float32 sums in global memory: the reduce warpgroup.
 
-It moves 32 columns at a time, a row per thread, from tensor memory to shared memory, where one bulk
-reduction reads them. The layout of a tile of the sums is [slice][group][row][4]: slices of 32
-columns, and in them groups of 4 columns, so that threads read and write adjacent 16 bytes.
+It copies 32 columns at a time, with a row per thread, from tensor memory to shared memory, from
+which one bulk reduction adds them. The layout of a tile of the sums is [slice][group][row][4]: a
+slice has 32 columns, and a group in it has 4 columns, so that threads access adjacent 16 bytes.
 
 In deterministic mode one thread waits for the tile's turn before its first slice. Each tile has a
-semaphore, in the order of `attnkit.schedule.deterministic_order`. Nothing else waits for turns, so
+semaphore, in the order of `attnkit.schedule.deterministic_order`. No other role waits for turns, so
 that loads run ahead.
 """
 
@@ -36,7 +36,7 @@ from attnkit.templates.sm100.device import fence_after, fence_before
 
 @dataclass(frozen=True)
 class SumTarget:
-    """Describes where a thread of the warpgroup adds from and to.
+    """Describes the source and target of a reduce thread's additions.
 
     Attributes:
         staging: f32 [slices, 32 * 128] in shared memory.
@@ -56,10 +56,10 @@ class SumTarget:
 
 
 class DqReduce:
-    """Adds dQ of one CTA, and dK and dV where query heads share them, to their sums.
+    """Adds dQ of a single CTA, and dK and dV if query heads share them, to their sums.
 
     Args:
-        config: compile-time configuration of the kernel.
+        config: compile-time configuration.
         group: the CTAs of a work tile.
     """
 
@@ -83,8 +83,10 @@ class DqReduce:
         Args:
             staging: f32 [slices, 32 * 128] in shared memory.
             tmem: base of tensor memory.
+            bars: mbarriers.
             info: int32 words in shared memory.
             sums, order: see `Backward.__call__`.
+            problem: sizes of the launch.
         """
         c, p = self.config, problem
         thread, _, _ = cute.arch.thread_idx()
@@ -134,19 +136,21 @@ class DqReduce:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def release_tile(self, bars: CommonBarriers) -> None:
-        """Release the record, K and V of a work tile; one arrival per warp."""
+        """Release the record, K and V of a work tile, with one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
     def add_block(
         self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: CommonBarriers
     ) -> None:
-        """Add dQ of a q block.
+        """Add dQ of a q block to its sums.
 
         Args:
+            target: source and target of the additions.
             tile: index of the q block among those of all heads.
-            turn: index of the kv block, which is its turn.
-            count: number of q blocks before.
+            turn: the turn, which is the index of the kv block.
+            count: index of the q block in the CTA.
+            bars: mbarriers.
         """
         c = self.config
         start = Int64(tile) * (c.block_q * c.head_dim)
@@ -160,7 +164,7 @@ class DqReduce:
                 # f32 [32]: 32 columns of the thread's row
                 values = device.load(target.tmem + (c.dq_column + i * SLICE), SLICE)
                 self.add_slice(target, values, to + i * SLICE * c.block_q, i, c.block_q)
-            # load the last two at once: tensor memory is then free before the slots are
+            # load the last two slices at once, to release tensor memory before the slots are free
             values = device.load(target.tmem + (c.dq_column + last * SLICE), 2 * SLICE)  # f32 [64]
             fence_before()
             cute.arch.sync_warp()
@@ -175,6 +179,7 @@ class DqReduce:
         """Add dK and dV of a work tile to their sums.
 
         Args:
+            target: source and target of the additions.
             place: index of the kv head over all batch elements; index of the tile of 128 kv
                 positions; number of such tiles per head.
             tiles: number of tiles of dQ, and of dK.
@@ -203,17 +208,20 @@ class DqReduce:
             first = first + Int64(kv_tiles) * (c.rows_kv * width)
 
     def add_slice(self, target: SumTarget, values: Any, to: Int64, number: int, rows: int) -> None:
-        """Add a slice of a tile with `rows` rows to the sums, from float offset `to` on.
+        """Add one slice of a tile to the sums.
 
         Args:
+            target: source and target of the additions.
             values: f32 [32], the thread's row.
+            to: offset of the slice in the sums, in floats.
             number: index of the slice, which selects its slot in shared memory.
+            rows: rows of the tile.
         """
         slot = target.staging + (number % self.config.slices) * (SLICE * self.config.rows_kv)
         self.wait_slot(target.thread)
-        self.sync()  # the others wait for the thread that has waited for the slot
+        self.sync()  # all threads wait for the thread that waits for the slot
         self.write(slot, values, target.thread, target.lane, target.warp, rows)
-        # bulk copies read shared memory by the async proxy
+        # bulk reductions read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
         self.reduce(slot, target.sums.iterator + to, target.thread, rows)
@@ -224,7 +232,7 @@ class DqReduce:
 
     @cute.jit
     def wait_slot(self, thread: Int32):
-        """Wait until a bulk reduction has read the next slot."""
+        """Wait until the bulk reduction that last used the next slot has read it."""
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(self.config.slices - 1, read=True)
 
@@ -232,34 +240,34 @@ class DqReduce:
     def write(
         self, slot: cute.Pointer, values: list, thread: Int32, lane: Int32, warp: Int32, rows: int
     ):
-        """Write the thread's row to a slot."""
+        """Write the thread's row of `values` to a slot."""
         if const_expr(rows == 128):
             self.write_row(slot, values, thread, rows)
         elif lane < 16:  # 64 rows are in the first 16 lanes of each warp
             self.write_row(slot, values, warp * 16 + lane, rows)
 
     def write_row(self, slot: cute.Pointer, values: Any, row: Int32, rows: int) -> None:
-        """Write a row to a slot, 4 columns at a time."""
+        """Write a row of 32 columns to a slot, 4 columns at a time."""
         start = slot.toint() + row * 16
         for g in range(SLICE // 4):
             device.write_shared(start + g * (16 * rows), values[4 * g : 4 * g + 4])
 
     @cute.jit
     def reduce(self, slot: cute.Pointer, target: cute.Pointer, thread: Int32, rows: int):
-        """Add a slot to the sums by one bulk reduction."""
+        """Issue the bulk reduction of a slot into the sums from one thread, as one bulk group."""
         if thread == 0:
             self.reduce_slice(slot, target, rows)
             cute.arch.cp_async_bulk_commit_group()
 
     def reduce_slice(self, slot: cute.Pointer, target: cute.Pointer, rows: int) -> None:
-        """Add a slice in shared memory to a sum, by one thread; asynchronous."""
+        """Issue the bulk reduction of a slice in shared memory into a sum, from one thread."""
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[target.toint(), slot.toint(), Int32(4 * SLICE * rows)],
         )
 
     def wait_turn(self, target: SumTarget, semaphore: Int32, turn: Int32) -> None:
-        """Wait for a tile's turn, in deterministic mode."""
+        """Wait for a tile's turn in deterministic mode; otherwise do nothing."""
         if self.config.sum_order:
             at = target.order[OrderTable.SEMAPHORE].iterator + semaphore
             self._wait_turn(at, turn, target.thread)
@@ -268,18 +276,19 @@ class DqReduce:
     def _wait_turn(self, semaphore: cute.Pointer, turn: Int32, thread: Int32):
         if thread == 0:
             wait_turn(semaphore, turn)
-            # the bulk reductions that follow are of another proxy than the load of the semaphore
+            # the later bulk reductions are of another proxy than the load of the semaphore
             cute.arch.fence_proxy("async.global")
 
     def pass_turn(
         self, target: SumTarget, semaphore: Int32, chunk: Int32, turn: tuple[Int32, Int32]
     ) -> None:
-        """Pass a tile to the next turn once all reductions are in memory, in deterministic mode.
+        """Pass a tile's turn on once all reductions are complete in memory, in deterministic mode.
 
         Args:
+            target: source and target of the additions.
             semaphore: index of the tile's semaphore.
-            chunk: twice the index of the q block, used where the next turn has to be looked up.
-            turn: this turn and the next one; -1: look it up.
+            chunk: twice the index of the q block, used if the next turn has to be looked up.
+            turn: (this turn, next turn); a next turn of -1 means to look it up.
         """
         if self.config.sum_order:
             self._pass_turn(target.order, semaphore, chunk, turn, target.thread)
@@ -290,7 +299,7 @@ class DqReduce:
             following = following_or_lookup(
                 self.config.sum_order == "ascending", turn[0], turn[1], chunk, order
             )
-            # the sums are in memory, and ordered before the store that hands them over
+            # the sums are complete in memory, and ordered before the store that passes the turn
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async")
             cute.arch.fence_acq_rel_gpu()

@@ -1,6 +1,6 @@
 """Round dK and dV of a work tile and store them by TMA: the epilogue of the Blackwell backward.
 
-They go from tensor memory through the shared memory of K and V, 64 columns at a time; the two
+They pass from tensor memory through the shared memory of K and V, 64 columns at a time. The two
 compute warpgroups alternate.
 """
 
@@ -25,11 +25,11 @@ class GradTarget:
     """Describes where a thread stores dK and dV of a work tile.
 
     Attributes:
-        atoms, tiles, views: of dK and of dV: TMA stores, coordinate tensors, and shared memory,
-            dtype [128, 64, head_dim / 64] and [128, 64, head_dim_v / 64].
+        atoms, tiles, views: TMA stores, coordinate tensors and shared memory of dK and of dV, dtype
+            [128, 64, head_dim / 64] and [128, 64, head_dim_v / 64].
         smem: shared address of dV; dK follows it.
         tmem: tensor-memory address of the warp's first lane.
-        place: index of the tile of 128 kv positions, head, batch element.
+        place: (index of the tile of 128 kv positions, head, batch element).
         wg, row: compute warpgroup, and the thread's kv position in the tile.
         count: number of q blocks of the work tile.
         scale: softmax scale, a factor of dK.
@@ -48,12 +48,12 @@ class GradTarget:
 
 
 class Epilogue:
-    """Stores dK and dV of one CTA, and releases the memory of a work tile.
+    """Stores dK and dV of a single CTA, and releases the memory of a work tile.
 
     Args:
-        config: compile-time configuration of the kernel.
+        config: compile-time configuration.
         group: the CTAs of a work tile.
-        dtype: of dK and dV.
+        dtype: dtype of dK and dV.
     """
 
     def __init__(self, config: BackwardConfig, group: Group, dtype: Any) -> None:
@@ -62,33 +62,36 @@ class Epilogue:
         self.dtype = dtype
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
-        """Return barriers, and blocks of 64 columns to store after each; dV's come first."""
+        """Return (barrier, blocks of 64 columns to store after it) pairs.
+
+        The blocks of dV precede those of dK.
+        """
         blocks = (self.config.head_dim_v + self.config.head_dim) // 64
         return ((bars.acc_full, range(blocks)),)
 
     def release_v(self, bars: CommonBarriers, blocks: range) -> None:
-        """Do nothing: with one CTA nobody waits for the memory of V."""
+        """Do nothing: with one CTA, no role waits for the memory of V."""
 
     def release_tile(self, bars: CommonBarriers) -> None:
-        """Release the record, K and V of a work tile; one arrival per warp."""
+        """Release the record, K and V of a work tile, with one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.kv_empty)
 
     def release_block(self, bars: Any, stage: Int32) -> None:
-        """Do nothing: with one CTA the MMA warp releases q blocks."""
+        """Do nothing: with one CTA, the MMA warp releases q blocks."""
 
     def wait_last_tile(self, bars: CommonBarriers, count: Int32, empty: bool) -> None:
-        """Do nothing: with one CTA `store` waits until TMA has read all."""
+        """Do nothing: with one CTA, `store` waits until TMA has read everything."""
 
     def wait_blocks(self, blocks: range) -> None:
-        """Wait until TMA has read what it stores of these blocks."""
+        """Wait until TMA has read the shared memory of these blocks."""
         self.wait_stores()
 
     def store(self, target: GradTarget, blocks: range) -> None:
-        """Round dV and dK and store them by TMA."""
+        """Round `blocks` of dV and dK and store them by TMA."""
         c = self.config
         for first in blocks[::2]:
-            block = first + target.wg  # dV's, then dK's, as in both memories
+            block = first + target.wg  # first dV's, then dK's, as in tensor and shared memory
             factor = cutlass.select_(block < c.head_dim_v // 64, Float32(1.0), target.scale)
             self.round(
                 target.smem, target.tmem + c.dv_column + block * 64,
@@ -104,7 +107,10 @@ class Epilogue:
 
     @cute.jit
     def fetch(self, address: Int32, count: Int32):
-        """Load a slice of an accumulator; zeros if no q block has added to it."""
+        """Load a slice of an accumulator, f32 [32].
+
+        The result is zero if `count`, the number of q blocks, is zero.
+        """
         values = cute.make_rmem_tensor(SLICE, Float32)  # f32 [32]: columns of the thread's row
         values.fill(0.0)
         if count > 0:
@@ -114,7 +120,14 @@ class Epilogue:
 
     @cute.jit
     def round(self, start: Int32, address: Int32, which: tuple, factor: Float32):
-        """Round a row of 64 columns from tensor memory and write it to shared memory."""
+        """Round a row of 64 columns from tensor memory and write it to shared memory.
+
+        Args:
+            start: shared address of dV.
+            address: tensor-memory address of the columns.
+            which: (block of 64 columns, row, number of q blocks).
+            factor: multiplies the values.
+        """
         c = self.config
         block, row, count = which
         if block * 64 < c.head_dim_v + c.head_dim:
@@ -134,12 +147,12 @@ class Epilogue:
 
     @cute.jit
     def store_block(self, views: tuple, target: tuple, place: tuple, block: Int32):
-        """Store a block of 64 columns from shared memory by TMA."""
+        """Issue the TMA store of a block of 64 columns from shared memory."""
         atoms, tiles = target
         at, h, b = place
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shape, whole = (self.config.rows_kv, 64), (None, None, None, None)
-        # [tile, blocks] in shared memory, [tile, blocks of rows, blocks of columns, H, B] in global
+        # [tile, blocks] in shared, [tile, row blocks, column blocks, H, B] in global memory
         dk_from, dk_to = partition(atoms[0], views[0], tiles[0], shape, whole)
         dv_from, dv_to = partition(atoms[1], views[1], tiles[1], shape, whole)
         before = self.config.head_dim_v // 64
@@ -154,7 +167,7 @@ class Epilogue:
 
     @cute.jit
     def wait_stores(self):
-        """Wait until TMA has read what the warpgroup stores."""
+        """Wait until TMA has read the shared memory of the warpgroup's stores."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -164,21 +177,22 @@ class Epilogue2Cta(Epilogue):
     """Stores dV of a CTA of a pair during the last MMAs, and dK during the next work tile."""
 
     def gradient_blocks(self, bars: Any) -> tuple[tuple[Any, range], ...]:
-        """Return a barrier for dV's blocks and one for dK's.
+        """Return one barrier with dV's blocks and one with dK's blocks.
 
-        dV is complete, and V's memory, which it uses, is free, before dQ and dK of the last block.
+        Before dQ and dK of the last block, dV is complete and the memory of V, which dV uses, is
+        free.
         """
         blocks = self.config.head_dim_v // 64
         return ((bars.dv_full, range(blocks)), (bars.acc_full, range(blocks, 2 * blocks)))
 
     def release_v(self, bars: Any, blocks: range) -> None:
-        """Release the memory of V, if these blocks are dV's; one arrival per warp."""
+        """Release the memory of V if these blocks are dV's, with one arrival per warp."""
         if blocks[0] == 0:
             cute.arch.sync_warp()
             common_device.arrive(bars.v_empty)
 
     def release_block(self, bars: Any, stage: Int32) -> None:
-        """Release the word and the statistics of a q block; one arrival per warp."""
+        """Release the word and the statistics of a q block, with one arrival per warp."""
         cute.arch.sync_warp()
         common_device.arrive(bars.block_empty + stage)
 
@@ -189,11 +203,12 @@ class Epilogue2Cta(Epilogue):
 
     @cute.jit
     def wait_last_tile(self, bars: Any, count: Int32, empty: cutlass.Constexpr):
-        """Wait until TMA has read dK of the work tile before from the memory that dS uses.
+        """Wait until TMA has read the previous work tile's dK from the memory that dS uses.
 
         Args:
-            count: number of work tiles before.
-            empty: whether this one has no q blocks, so that its dK is written next.
+            bars: mbarriers.
+            count: index of the work tile.
+            empty: whether the work tile has no q blocks, so that its dK is written next.
         """
         if count > 0:
             self.wait_stores()

@@ -1,4 +1,4 @@
-"""Subtract LSE and delta of the rows in one more step of the MMAs; see `common.lse_in_mma`."""
+"""Subtract LSE and delta of the rows in an extra k-step of the MMAs; see `common.lse_in_mma`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
 
 
 class LseInMma:
-    """Writes the extra columns of K and V for that step, and issues it.
+    """Writes the extra columns of K and V, and issues the extra k-step.
 
     Args:
-        config: `less_lse` and `less_delta` say which MMAs have such a step.
+        config: `less_lse` and `less_delta` say which MMAs have an extra k-step.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
         self.config = config
 
     def scale(self, scale: Float32) -> Any:
-        """Return the softmax scale by which LSE was divided."""
+        """Return `scale`, or `nonzero_scale(scale)` if the MMA divides LSE by it."""
         return nonzero_scale(scale) if self.config.less_lse else scale
 
     def statistics(self, lse: cute.Tensor, delta: cute.Tensor, stage: Int32, row0: Int32) -> Any:
-        """Return LSE and -delta of the thread's rows; None for what the MMAs subtract.
+        """Return LSE and -delta of the thread's rows, each None if the MMAs subtract it.
 
         Args:
             lse, delta: statistics in shared memory, with the layouts of `layouts`.
@@ -57,15 +57,15 @@ class LseInMma:
         )
 
     def write_factors(self, start: cute.Pointer, scale: Float32) -> None:
-        """Write the extra columns of K and of V, one core matrix each, by one warp."""
+        """Write the extra columns of K and of V, one core matrix each, from one warp."""
         for i, x in enumerate((Float32(0.5) / self.scale(scale), Float32(0.5))):
             write_factor(start + i * CORE_WORDS, x)
-        # the tensor cores read them by the async proxy
+        # the tensor cores read the columns by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
     def subtract(self, out: Int32, factors: Int32, rows: Int32) -> None:
-        """Issue the step that subtracts a statistic from S^T = K Q^T or dP^T = V dO^T.
+        """Issue the extra k-step that subtracts a statistic from S^T = K Q^T or dP^T = V dO^T.
 
         Args:
             out: tensor-memory address of S^T or dP^T.
@@ -80,6 +80,6 @@ class LseInMma:
             True,
             a_in_tmem=False,
             ctas=c.ctas,
-            # stride 0: one core matrix serves all rows of K or V
+            # stride 0: one core matrix represents all rows of K or V
             strides=(0, 4 * CORE_WORDS),
         )

@@ -1,8 +1,8 @@
 """Issue the five MMAs of the Blackwell backward from one warp.
 
-S of the next q block is issued before dQ and dK of the last, its dP after them, so that the tensor
-cores are busy while P is computed. dQ comes before dK and waits for dS for both. Where dQ
-overwrites dS in tensor memory, dK reads dS from shared memory.
+S of the next q block is issued before dQ and dK of the current one, and its dP after them, so that
+the tensor cores are busy while P is computed. dQ is issued before dK and waits for dS for both. If
+dQ overwrites dS in tensor memory, dK reads dS from shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnkit.templates.sm100.device import fence_after
 
 @dataclass(frozen=True)
 class Operands:
-    """Holds the shared addresses of the operands, and the address of tensor memory.
+    """Holds the shared memory addresses of the operands, and the tensor memory address.
 
     Attributes:
         q: dtype [block_q, head_dim, stages].
@@ -52,9 +52,9 @@ class Mma:
     """Issues the MMAs of a CTA.
 
     Args:
-        config: compile-time configuration of the kernel.
-        lse_in_mma: issues the step of LSE and delta.
-        dtype: of the operands.
+        config: compile-time configuration.
+        lse_in_mma: issues the extra k-step for LSE and delta.
+        dtype: dtype of the operands.
     """
 
     def __init__(self, config: BackwardConfig, lse_in_mma: LseInMma, dtype: Any) -> None:
@@ -67,10 +67,12 @@ class Mma:
         """Issue the MMAs of all work tiles.
 
         Args:
+            operands: addresses of the operands.
+            bars: mbarriers.
             info: int32 words in shared memory, see `Word`.
         """
         c = self.config
-        q_count, kv_count = Int32(0), Int32(0)  # q blocks and work tiles before
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         cute.arch.mbarrier_wait(bars.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
@@ -85,7 +87,7 @@ class Mma:
                     cute.arch.mbarrier_wait(
                         bars.block_full + q_stage(c, q_count + 1), q_phase(c, q_count + 1)
                     )
-                    # S first: the compute warps work on it during dQ and dK of the block before
+                    # S first: the compute warps process it during dQ and dK of the previous block
                     self.issue_s(operands, q_count + 1, bars)
                     self.issue_dq(operands, q_count, bars)
                     self.issue_dk(operands, q_count, bars, i)
@@ -105,7 +107,7 @@ class Mma:
     # ---------------------------------------------------- MMAs of a block, inlined while tracing
 
     def issue_s(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """Issue S^T = K Q^T, minus LSE / scale with `less_lse`."""
+        """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
@@ -126,13 +128,13 @@ class Mma:
             device.commit(bars.s_full)
 
     def issue_dp(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """Issue dP^T = V dO^T, minus delta with `less_delta`."""
+        """Issue dP^T = V dO^T, or dP^T = V dO^T - delta with `less_delta`."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
         cute.arch.mbarrier_wait(bars.do_full + do_stage(c, count), do_phase(c, count))
         if c.dq_over_dp:
-            # dQ of the block before lies in the columns of dP until the reduce warps have read it
+            # the columns of dP contain dQ of the previous block until the reduce warps have read it
             cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
         fence_after()
         with cute.arch.elect_one():
@@ -153,7 +155,7 @@ class Mma:
     def issue_dv(
         self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
-        """Issue dV += P^T dO, or dV = P^T dO unless `accumulate`."""
+        """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(c.rows_kv, c.head_dim_v, self.dtype, b_rows=True)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
@@ -163,7 +165,7 @@ class Mma:
             for step in range(c.block_q // device.STEP):
                 device.issue_mma(
                     at.tmem + c.dv_column,
-                    at.tmem + c.s_column + packed_column(c, step),  # P^T lies over S^T
+                    at.tmem + c.s_column + packed_column(c, step),  # P^T overwrites S^T
                     device.mn_major(do, c.block_q, step),
                     form,
                     accumulate if step == 0 else True,
@@ -198,7 +200,7 @@ class Mma:
     def issue_dk(
         self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
     ) -> None:
-        """Issue dK += dS^T Q, or dK = dS^T Q unless `accumulate`.
+        """Issue dK += dS^T Q, or dK = dS^T Q if `accumulate` is 0.
 
         Call it after `issue_dq`, which waits for dS.
         """
@@ -226,11 +228,11 @@ class Mma:
 def per_block(operands: Any, count: Int32) -> Any:
     """Return the same addresses, but make the compiler treat them as depending on the q block.
 
-    Otherwise it would compute every descriptor before the loop, and spill them.
+    Otherwise it would compute all descriptors before the loop, and spill them.
 
     Args:
         operands: a dataclass of addresses.
-        count: number of q blocks before, not negative.
+        count: index of the q block, not negative.
     """
     zero = count >> 31
     places = (getattr(operands, field.name) for field in fields(operands))
@@ -238,7 +240,7 @@ def per_block(operands: Any, count: Int32) -> Any:
 
 
 def packed_column(c: BackwardConfig, step: int, split: bool = False) -> int:
-    """Return the column, relative to the first, at which a step's 16 rows q of P^T or dS^T begin.
+    """Return the column, relative to the first, of a k-step's 16 q rows of P^T or dS^T.
 
     Each compute warpgroup writes its half over the columns that it has read, two elements per
     column. If the halves are `split`, the second warpgroup writes to the end of its columns.

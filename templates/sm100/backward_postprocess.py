@@ -1,4 +1,4 @@
-"""Round float32 sums to gradients: the postprocess of the Blackwell backward."""
+"""Round float32 sums to gradients of the dtype: the postprocess of the Blackwell backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Postprocess:
     """Rounds float32 sums, in the layout of `backward_dq_reduce`, to a gradient in the dtype.
 
     Args:
-        config: that of the main kernel.
+        config: config of the main kernel.
         head_dim: head dim of the gradient as the main kernel computes it.
-        block: positions of a block of the work list, to which lengths are rounded up; each CTA of
-            the main kernel adds up an equal part of them.
+        block: positions per block of the work list, to which lengths are rounded up; each CTA of
+            the main kernel adds an equal part of them.
     """
 
     def __init__(self, config: BackwardConfig, head_dim: int, block: int) -> None:
@@ -36,10 +36,11 @@ class Postprocess:
 
         Args:
             sums: float32, the sums of all gradients, in units of 4096.
-            grad: [B, H, S, D] of the dtype, rows contiguous, D a multiple of 8, the other strides
-                and the address multiples of 16 bytes.
+            grad: [B, H, S, D] of the dtype, written; rows are contiguous, D is a multiple of 8, the
+                other strides and the address are multiples of 16 bytes.
             first: index of the gradient's first unit.
-            factor: factor of the sums.
+            factor: multiplies the sums.
+            stream: CUDA stream.
         """
         blocks = (grad.shape[2] + self.block - 1) // self.block * self.config.ctas
         self.kernel(sums, grad, first, factor).launch(
@@ -50,7 +51,7 @@ class Postprocess:
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
-        """Round one tile of the sums, a row per thread."""
+        """Round one tile of the sums, with a row per thread."""
         thread, _, _ = cute.arch.thread_idx()
         block, h, b = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()

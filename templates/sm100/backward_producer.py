@@ -1,7 +1,7 @@
-"""Take work tiles and load their blocks by TMA: the producer of the Blackwell backward.
+"""Fetch work tiles and load their blocks by TMA: the producer of the Blackwell backward.
 
-One warp walks the PARTIAL and FULL runs of a work tile, merged in ascending order. For the other
-roles it writes to shared memory what each stage holds, so that they never read the lists.
+One warp merges the PARTIAL and FULL runs of a work tile in ascending order. For the other roles it
+writes the block of each stage to shared memory, so that they need not read the block lists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from attnkit.templates.sm100.backward_shared import (
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Holds the shared memory to which the producer loads operands.
+    """Holds the tensors in shared memory that the producer writes.
 
     Attributes:
         q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
@@ -49,10 +49,10 @@ class LoadTargets:
 
 
 class Producer:
-    """Takes work tiles and loads their blocks.
+    """Fetches work tiles and loads their blocks.
 
     Args:
-        config: compile-time configuration of the kernel.
+        config: compile-time configuration.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -69,10 +69,15 @@ class Producer:
         lists: Lists,
         problem: Problem,
     ):
-        """Take all work tiles of this CTA and load their blocks.
+        """Fetch all work tiles of this CTA and load their blocks.
 
         Args:
             atoms, tiles: TMA copies of Q, K, V and dO, and their coordinate tensors.
+            smem: targets in shared memory.
+            rows: statistics and words of q blocks in shared memory.
+            bars: mbarriers.
+            lists: tensors of the work list.
+            problem: sizes of the launch.
         """
         c, p, info, items = self.config, problem, rows.info, lists.items
         tma_q, tma_k, tma_v, tma_do = atoms
@@ -86,7 +91,7 @@ class Producer:
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))  # f32 [block_q words, blocks]
         delta_tiles = cute.flat_divide(lists.delta, (bm * delta_words,))
         q_bytes, do_bytes = bm * (2 * head_dim + 4 * lse_words), bm * head_dim_v * 2
-        if const_expr(c.less_delta):  # the MMA that subtracts it waits for dO
+        if const_expr(c.less_delta):  # the MMA that subtracts delta waits for dO
             do_bytes += bm * 4 * delta_words
         else:
             q_bytes += bm * 4
@@ -112,7 +117,7 @@ class Producer:
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
-                    # one lane writes the word and announces it
+                    # the lane that writes the word also arrives
                     info[r] = q_word
                     cute.arch.mbarrier_arrive_and_expect_tx(bars.block_full + r, q_bytes)
                     cute.copy(
@@ -129,7 +134,7 @@ class Producer:
                     tma_bar_ptr=bars.block_full + r,
                 )  # fmt: skip
                 if j == 0:
-                    # after Q, whose load does not depend on the work tile before
+                    # after Q, whose load does not depend on the previous work tile
                     cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
                         write_record(info, RECORD, (kv_block, h, b, count))
@@ -164,11 +169,11 @@ class Producer:
                     write_turn(c, info, RECORD, lists.order, index)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
-            # the next one from a counter: a CTA that is ahead takes more
+            # fetch the next one from a counter, so that faster CTAs process more work tiles
             old = Int32(0)
             if lane == 0:
                 old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                if old == total - 1:  # the last of the launch resets it
+                if old == total - 1:  # the last fetch of the launch resets the counter
                     lists.counter[0] = Int32(0)
             index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
@@ -179,7 +184,7 @@ class Producer:
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:
-    """Return cursors to the PARTIAL and to the FULL blocks of a row of the work list."""
+    """Return cursors to the PARTIAL and to the FULL blocks of row `index` of the work list."""
     return [
         begin_runs(runs, *(lists.items[index, word + i] for i in range(3)))
         for runs, word in ((lists.partial, WorkItem.PARTIAL), (lists.full, WorkItem.FULL))
@@ -191,7 +196,7 @@ def write_record(info: cute.Tensor, record: Any, words: tuple[Any, ...]) -> None
 
     Args:
         info: int32 words in shared memory.
-        record: word at which the record begins.
+        record: index of the record's first word.
         words: kv block, head, batch element and number of q blocks, in the order of `WorkTile`.
     """
     for i, word in enumerate((*words, Int32(1))):  # VALID last

@@ -1,6 +1,6 @@
-"""Define what the roles of the Blackwell backward share: warps, barrier ids, words of records.
+"""Define what the warp roles of the Blackwell backward share: warps, barrier IDs, words of records.
 
-Every id, count and word is defined here and nowhere else.
+IDs, counts and word offsets are defined only here.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from attnkit.templates.common.work_tile import RECORD
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
-# Roles of the 16 warps: warpgroup 0 adds to sums, 1 and 2 compute, then the MMA warp and the
-# producer; the last two warps have none.
+# Roles of the 16 warps: warpgroup 0 adds to sums, 1 and 2 compute, then come the MMA warp and the
+# producer; the last two warps have no role.
 WARPGROUP = 128  # threads
-WARPS = 4  # of a warpgroup
+WARPS = 4  # warps per warpgroup
 COMPUTE_WARP, MMA_WARP, PRODUCER_WARP = 4, 12, 13  # the first warps of the roles
 REDUCE_WARPS, COMPUTE_WARPS = COMPUTE_WARP, MMA_WARP - COMPUTE_WARP
 
-HALF = 64  # rows of a q block, or columns of a head, of a CTA of a pair
+HALF = 64  # rows of a q block, or columns of a head, per CTA of a pair
 
 
 class NamedBarrier(IntEnum):
-    """Numbers the barriers of bar.sync; 0 is __syncthreads. Each has `WARPGROUP` threads."""
+    """IDs of the named barriers (bar.sync); 0 is __syncthreads. Each has `WARPGROUP` threads."""
 
     DQ_REDUCE = 1
-    EPILOGUE = 2  # add the number of the compute warpgroup
+    EPILOGUE = 2  # add the index of the compute warpgroup
 
 
 class Word:
-    """Numbers the int32 words in shared memory at which each kind of word begins.
+    """Offsets of regions of int32 words in shared memory.
 
     The words of the q blocks begin at 0, one per stage, and the records at `RECORD`.
     """
 
-    NEXT_ITEM = RECORD + 16  # 2 CTAs: four copies of the next row of the work list
+    NEXT_ITEM = RECORD + 16  # CTA pair: four copies of the index of the next work tile
     COUNT = RECORD + 8
     COUNT_2CTA = NEXT_ITEM + 4
 
 
-RECORD_STRIDE = 8  # words from one record of a pair to the other
+RECORD_STRIDE = 8  # words between the two records that a CTA pair alternates
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Group:
     """Describes the CTAs of a work tile: one, or a pair whose first CTA issues all MMAs.
 
     Args:
-        config: its `two_cta` says whether it is a pair.
+        config: its `two_cta` says whether the group is a pair.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -74,22 +74,25 @@ class Group:
         self._ctas = CtaGroup(config.two_cta)
 
     def rank(self) -> Int32:
-        """Return the rank of this CTA in the group; 0 issues the MMAs."""
+        """Return the rank of this CTA in the group; rank 0 issues the MMAs."""
         return self._ctas.rank()
 
     def kv_rows(self, kv_block: Int32) -> Int32:
-        """Return the index of this CTA's 128 kv positions, given a kv block of the work list."""
+        """Return the index of this CTA's tile of 128 kv positions in kv block `kv_block`."""
         return 2 * kv_block + self.rank() if self.two_cta else kv_block
 
     def record(self, count: Int32) -> Any:
-        """Return the word at which the record of the count-th work tile begins.
+        """Return the index of the first record word of the `count`-th work tile.
 
-        A pair alternates between two records, as K of the next work tile is loaded early.
+        A pair alternates between two records, because K of the next work tile is loaded early.
         """
         return RECORD + RECORD_STRIDE * (count & 1) if self.two_cta else RECORD
 
     def arrive_leader(self, barrier: cute.Pointer) -> None:
-        """Arrive once per warp at a barrier of the CTA that issues the MMAs; orders nothing."""
+        """Arrive once per warp at a barrier of the CTA that issues the MMAs.
+
+        The arrival does not order the accesses of the warp's other lanes.
+        """
         if self.two_cta:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barrier, Int32(0), scope=MemScopeKind.CLUSTER)
@@ -98,20 +101,20 @@ class Group:
 
 
 def q_stage(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the stage of the count-th q block in the ring of Q."""
+    """Return the stage of the `count`-th q block in the Q ring."""
     return count & (c.q_stages - 1)
 
 
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th q block's lap of the ring of Q."""
+    """Return the parity to wait for on the full barrier of the `count`-th q block."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
 
 
 def do_stage(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the stage of the count-th q block in the ring of dO."""
+    """Return the stage of the `count`-th q block in the dO ring."""
     return count & (c.stages - 1)
 
 
 def do_phase(c: BackwardConfig, count: Int32) -> Int32:
-    """Return the parity of the count-th q block's lap of the ring of dO."""
+    """Return the parity to wait for on the dO full barrier of the `count`-th q block."""
     return (count >> (c.stages.bit_length() - 1)) & 1

@@ -1,12 +1,12 @@
 """Compute P and dS of the Blackwell backward from S and dP, with mod and mask.
 
-The backward computes transposed scores. A thread of a compute warpgroup has one column kv of the
-attention matrix, its lane of tensor memory, and the first or the second half of the block's rows q.
+The backward computes transposed scores. A thread of a compute warpgroup has one kv column of the
+attention matrix, its lane of tensor memory, and the first or the second half of the block's q rows.
 It reads them in chunks, and writes P^T and dS^T over columns that it has read, two elements per
 column of tensor memory.
 
 The gradient of the raw scores is dS = P J (dP - delta), where J, the slope of the mod, is its
-derivative by the raw score. P J stays in registers until dP is computed.
+derivative with respect to the raw score. P J stays in registers until dP is computed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from attnkit.templates.sm100.backward_captured_grads import CapturedGrads, CapturedSums
 
 CHUNK, GROUP = 32, 8  # rows per load from tensor memory; rows per call of the hooks
-LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same where captured tensors have gradients
+LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same if captured tensors have gradients
 
 
 @dataclass(frozen=True)
 class KvBlock:
-    """Holds what a thread computes once per kv block.
+    """Holds the values that a thread computes once per kv block.
 
     Attributes:
         site: position of the block; the origin is its first column.
         head: values of the hook `head`.
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's column.
-        inside: whether that column lies inside the tensors.
+        inside: whether that column is inside the tensors.
     """
 
     site: Site
@@ -54,14 +54,14 @@ class KvBlock:
 
 @dataclass(frozen=True)
 class QBlock:
-    """Describes a q block for one thread: the block's word, the statistics of the thread's rows.
+    """Describes a q block for one thread: the block's word and the statistics of the thread's rows.
 
     Attributes:
         word: index and bits of the block, see `common.work_tile`.
         row0: the thread's first row within the block.
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [block_q / 2] in
-            shared memory; None where the MMAs subtract it.
-            delta: -delta of these rows, in the same form.
+            shared memory; None if the MMAs subtract it.
+        delta: -delta of these rows, in the same form.
     """
 
     word: Int32
@@ -75,8 +75,9 @@ class Scratch:
     """Holds registers that `compute_p` writes for `compute_ds`.
 
     Attributes:
-        slopes: f32 [block_q / 2], P J, or raw scores where captured tensors have gradients.
-        keep: int32 [2], a bit for each row that the mask keeps, written only for these gradients.
+        slopes: f32 [block_q / 2], P J, or raw scores if captured tensors have gradients.
+        keep: int32 [2], a bit for each row that the mask keeps, written only if captured tensors
+            have gradients.
     """
 
     slopes: cute.Tensor
@@ -87,9 +88,9 @@ class SoftmaxBackward:
     """Computes P and dS of a q block.
 
     Args:
-        config: compile-time configuration of the kernel.
-        hooks: the variant.
-        dtype: of P and dS.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
+        dtype: dtype of P and dS.
     """
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks, dtype: Any) -> None:
@@ -98,10 +99,10 @@ class SoftmaxBackward:
         self.dtype = dtype
 
     def begin(self, site: Site, offset: Int32) -> KvBlock:
-        """Evaluate the hooks that are known once per kv block.
+        """Compute the values that a thread uses for a whole kv block.
 
         Args:
-            site: its origin is the block's first column.
+            site: position of the block; its origin is the block's first column.
             offset: the thread's column within the block.
         """
         hooks = self.hooks
@@ -114,16 +115,17 @@ class SoftmaxBackward:
 
     @cute.jit
     def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
-        """Compute P and P J from scores in tensor memory.
-
-        P J goes to `scratch`, P in the dtype to tensor memory.
+        """Compute P J into `scratch` and P into tensor memory, from scores in tensor memory.
 
         Args:
+            block: the q block.
+            tile: values of the kv block.
             address: tensor-memory address of the thread's scores.
+            scratch: registers for P J.
         """
         hooks = self.hooks
-        # two copies of the code, so that a FULL block runs no mask instructions; one copy where two
-        # would be too long
+        # two copies of the code, so that a FULL block runs no mask instructions; only one copy if
+        # two would be too long
         if const_expr(
             hooks.instruction_estimate >= HEAVIEST
             and not (hooks.lists_override_mask or self.by_element)
@@ -135,26 +137,26 @@ class SoftmaxBackward:
             self._compute_p(block, False, tile, address, scratch)
 
     def sizes(self, masked: bool = False) -> tuple[int, int]:
-        """Return how many rows to load at a time, and for how many to call the hooks at a time.
+        """Return (rows per load from tensor memory, rows per call of the hooks).
 
-        They are few where each row takes registers of its own.
+        They are small if each row needs registers of its own.
         """
         if self.hooks.gradient_levels:
-            # exact sums take registers; so do the longer rings of a width of 64
+            # exact sums need registers, and so do the longer rings for head dim 64
             heavy = self.hooks.instruction_estimate >= HEAVIEST and self.config.head_dim == 64
             return LEARNED_CHUNK // (2 if self.config.sum_order or heavy else 1), LEARNED_GROUP
         per_row = self.hooks.branches_on_score or (masked and self.by_element)
         return (CHUNK // 2 if per_row else CHUNK), GROUP
 
     def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
-        """Return `first`, but make the compiler treat it as depending on the group of rows before.
+        """Return `first` with a false dependency on the previous group of rows.
 
-        Otherwise it would load what depends on rows for all groups at once; gradients of captured
-        tensors leave no registers for that.
+        Otherwise the compiler would load the row values of all groups at once, for which gradients
+        of captured tensors leave no registers.
         """
         if not before or not self.hooks.gradient_levels:
             return first
-        return after(first, before[-1:], word >> 31)  # 0, as words are positive
+        return after(first, before[-1:], word >> 31)  # 0, because words are positive
 
     def _compute_p(
         self, block: QBlock, masked: bool, tile: KvBlock, address: Int32, scratch: Scratch
@@ -169,7 +171,7 @@ class SoftmaxBackward:
         size, group = self.sizes(masked)
         ps: list[Any] = []
         for chunk in range(0, rows, size):
-            scores = device.load(address + chunk, size)  # f32 [size], a row each
+            scores = device.load(address + chunk, size)  # f32 [size], one per row
             packed: list[Any] = []
             for at in range(chunk, chunk + size, group):
                 raw = scores[at - chunk : at - chunk + group]
@@ -185,17 +187,21 @@ class SoftmaxBackward:
                 packed += [
                     common_device.pack(ps[k], ps[k + 1], self.dtype) for k in range(0, group, 2)
                 ]
-            # over columns that this thread has read
+            # overwrites columns that this thread has read
             device.store(address + chunk // 2, packed)
 
     def _group(
         self, block: QBlock, words: list[Any], tile: KvBlock, first: Int32, scores: Any, at: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return P, P J and whether the mask keeps each, for some rows.
+        """Return P, P J, and whether the mask keeps each element, for some rows.
 
         Args:
-            words: of `mask_words`; empty if everything is kept.
-            first: query position of the first row, which is row `at` of the thread.
+            block: the q block.
+            words: mask words from `mask_words`; empty if everything is kept.
+            tile: values of the kv block.
+            first: query position of the first row.
+            scores: raw scores of the rows.
+            at: index of the first row among the thread's rows.
         """
         site, hooks, masked = tile.site, self.hooks, bool(words)
         count = len(scores)
@@ -220,7 +226,7 @@ class SoftmaxBackward:
         return ps, ws, keep
 
     def rows_of(self, tile: KvBlock, first: Int32, count: int, masked: bool) -> list[Any]:
-        """Return (q, values of `row`) of some rows; `masked` clamps q to the tensor."""
+        """Return (q, values of `row`) of `count` rows; `masked` clamps q to the tensor."""
         inside = [first + k for k in range(count)]
         if masked:
             inside = [cutlass.min(q, tile.site.q_len - 1) for q in inside]
@@ -228,16 +234,20 @@ class SoftmaxBackward:
 
     @property
     def by_element(self) -> bool:
-        """Return whether the mask has to be evaluated for every element."""
+        """Return whether the mask has to be evaluated for every score."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     def mask_words(self, block: QBlock, tile: KvBlock, first: Int32, rows: int) -> list[Any]:
-        """Return which of the thread's rows to keep, one bit each.
+        """Return bit masks of the thread's rows that are kept, 32 rows per Int32.
 
-        Kept rows lie inside the tensors and, if the mask has intervals, in one of the column's.
+        Kept rows are inside the tensors and, for a mask with intervals, in one of the column's
+        intervals.
 
         Args:
-            first: position of the first of `rows` rows.
+            block: the q block.
+            tile: values of the kv block.
+            first: position of the first row.
+            rows: number of rows.
         """
         site, hooks = tile.site, self.hooks
         with_ends = hooks.has_mask and not self.by_element
@@ -257,7 +267,10 @@ class SoftmaxBackward:
         return words
 
     def values(self, statistic: cute.Tensor | None, at: int, count: int) -> Any:
-        """Return a statistic of some rows from the thread's row `at` on; None if it is None."""
+        """Return a statistic of `count` rows from the thread's row `at` on.
+
+        Returns None if `statistic` is None.
+        """
         if statistic is None:
             return None
         values = cute.make_rmem_tensor(count, Float32)  # f32 [count]
@@ -268,12 +281,13 @@ class SoftmaxBackward:
     def exponentials(
         self, tile: KvBlock, rows: Any, places: Any, lse: Any
     ) -> tuple[list[Any], list[Any] | None]:
-        """Return P of some elements before the mask, and the slopes of the mod (None if 1).
+        """Return unmasked P of some elements, and the slopes of the mod (None if all are 1).
 
         Args:
-            rows: of `rows_of`.
+            tile: values of the kv block.
+            rows: what `rows_of` returns.
             places: (row, column, score) of the elements.
-            lse: of these rows; None if the MMAs subtract it.
+            lse: LSE of these rows; None if the MMAs subtract it.
         """
         site, head = tile.site, tile.head
         x, slope = self.hooks.score_and_derivative(site, head, rows, tile.columns, places)
@@ -289,7 +303,7 @@ class SoftmaxBackward:
         return [common_device.exp2(e) for e in x], slope
 
     def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
-        """Return the distance terms in the exponents of some rows, or None if there are none."""
+        """Return the distance terms of some rows' exponents, or None if there are none."""
         slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:
             return None
@@ -297,7 +311,7 @@ class SoftmaxBackward:
         return [cute.math.fma(slope, Float32(float(-k)), first) for k in range(len(rows))]
 
     def _row_terms(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
-        """Return the row terms to add to the exponents of some rows, or None if there are none."""
+        """Return the row terms to add to the exponents of some rows, or None if all are 0."""
         if lse is not None:
             pairs = zip(rows, lse, strict=True)
             return [-self._bound(tile, row, value) for row, value in pairs]
@@ -305,7 +319,7 @@ class SoftmaxBackward:
         return None if terms[0] is None else [term * LOG2_E for term in terms]
 
     def _bound(self, tile: KvBlock, row: Any, lse: Any) -> Any:
-        """Return what to subtract from a row's exponents: LSE less what the mod adds to it."""
+        """Return the value to subtract from a row's exponents: LSE minus the mod's term in it."""
         term = self.hooks.lse_offset(tile.site, tile.head, row[1])
         return lse if term is None else lse - term * LOG2_E
 
@@ -317,16 +331,19 @@ class SoftmaxBackward:
         """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.
 
         Args:
+            block: the q block.
+            tile: values of the kv block.
+            scratch: registers that `compute_p` has written.
             address: tensor-memory address of the thread's dP.
             write: function of (first row, four pairs of elements) that writes to shared memory.
-            captured, sums: add up the gradients of captured tensors.
+            captured, sums: accumulate the gradients of captured tensors.
         """
         c, slopes = self.config, scratch.slopes
         size, group = self.sizes()
         ds: list[Any] = []
         late: list[Any] = []
         for chunk in range(0, cute.size(slopes), size):
-            dp = device.load(address + chunk, size)  # f32 [size], a row each
+            dp = device.load(address + chunk, size)  # f32 [size], one per row
             packed: list[Any] = []
             for at in range(chunk, chunk + size, group):
                 grads = dp[at - chunk : at - chunk + group]
@@ -348,10 +365,10 @@ class SoftmaxBackward:
                 late += packed
             elif c.ds_in_tensor:
                 device.store(address + chunk // 2, packed)
-        if late:  # to the outer ends of dP, so that dQ has one range of columns between them
+        if late:  # to the two ends of dP's columns, so that dQ fits between them
             device.store(address + block.row0 // 2, late)
 
 
 def bit_of(row: int) -> int:
-    """Return the bit of a row in its mask word, as a signed number."""
+    """Return the mask bit of a row, 1 << (row mod 32), as a signed 32-bit integer."""
     return (1 << row % 32) - (1 << 32) * (row % 32 == 31)

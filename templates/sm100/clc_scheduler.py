@@ -1,8 +1,8 @@
 """Fetch work tiles by cluster launch control: running CTAs take over those not launched yet.
 
-The grid has a CTA, or a CTA pair, for each work tile. One that works on a tile requests the next:
-the hardware cancels the launch of CTAs that have not started and responds with their index, or it
-refuses; after a refusal no request is allowed (PTX ISA, clusterlaunchcontrol).
+The grid has a CTA, or a CTA pair, for each work tile. While it processes a tile it requests the
+next one. The hardware cancels the launch of CTAs that have not started and responds with their
+index, or it refuses. After a refusal, no request is allowed (PTX ISA, clusterlaunchcontrol).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ClcScheduler:
     """Fetches work tiles for the load warp, in a kernel with work="clc".
 
     Attributes:
-        group: the CTAs that work on a tile.
+        group: the CTAs that process a work tile.
         full: the response has arrived, in every CTA of a pair.
         ready: the second CTA of a pair has read the last response, and expects the next one.
         response: shared memory of the response, 16 bytes.
@@ -36,11 +36,11 @@ class ClcScheduler:
 
     @cute.jit
     def ask(self, tile_idx: Int32):
-        """Request the work tile that follows this CTA's tile_idx-th."""
+        """Request the work tile that follows this CTA's `tile_idx`-th work tile."""
         two_cta = self.group.two_cta
         if const_expr(two_cta):
             if self.group.rank() == 0:
-                # the response overwrites the last one in both CTAs
+                # the response overwrites the previous one in both CTAs
                 cute.arch.mbarrier_wait(self.ready, tile_idx & 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full, RESPONSE_BYTES)

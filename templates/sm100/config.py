@@ -8,52 +8,53 @@ from typing import Any
 OPTIONS = "--opt-level=2"
 
 SMEM_BYTES = 227 * 1024  # shared memory that one CTA can use
-SMALL_BYTES = 3 * 1024  # barriers, records, two float32 per row, and alignment
+SMALL_BYTES = 3 * 1024  # reserved for barriers, records, two float32 per row, and alignment
 TMEM_COLUMNS = 512  # 32-bit columns of an SM's tensor memory, on 128 lanes
 MAX_STAGES = 8
-# Estimated instructions per score from which kernels prefer short code to a few saved clocks:
-# longer code would take more than five seconds to compile.
+# From this estimated number of instructions per score on, kernels prefer short code to a few saved
+# clocks: longer code would take more than five seconds to compile.
 HEAVIEST = 40
-ROWS = 128  # rows of a query tile: the lanes of tensor memory
+ROWS = 128  # rows of a query tile, one per lane of tensor memory
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = 128
-S_STAGES = 2  # buffers of S, and so of P, in tensor memory
+S_STAGES = 2  # buffers of S in tensor memory, which P overwrites
 WORK = ("counter", "clc")
 
 
 def options_of(hooks: Any) -> str:
-    """Return options of `cute.compile` with which a forward with these hooks does not spill.
+    """Return the options of `cute.compile` with which a forward with these hooks does not spill.
 
-    With DSL 4.8.1, level 3 spills in the warps with few registers, level 2 where a mod loads.
+    With DSL 4.8.1, level 3 spills in the warps with few registers, and level 2 spills if a mod
+    loads.
     """
     return "--opt-level=1" if hooks.prefetches else OPTIONS
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Configures the sizes and switches of the forward kernel.
+    """Holds the sizes and switches of the Blackwell forward kernel.
 
     Attributes:
-        dtype: "bfloat16" or "float16", of query, key, value and output.
+        dtype: dtype of query, key, value and output, "bfloat16" or "float16".
         head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to
             a multiple of 32, at most 256; TMA fills the padding with zeros.
         block_kv: kv columns of a block, 64 or 128.
-        q_tiles: query tiles of 128 rows that a CTA works on, 1 or 2. Two are worked on in
-            ping-pong; they share the loads of K and V, and all blocks of the work list. With one,
-            Q K of a block is computed during the softmax of the block before.
-        alias: output tiles overwrite the query tiles in shared memory; they must not be wider.
-            Otherwise there is one output buffer, and the second tile waits until the first has left
-            it.
+        q_tiles: query tiles of 128 rows per CTA, 1 or 2. Two tiles are processed in ping-pong; they
+            share the loads of K and V, and all blocks of the work list. With one tile, Q K of a
+            block is computed during the softmax of the previous block.
+        alias: output tiles overwrite the query tiles in shared memory, and must not be wider.
+            Otherwise there is one output buffer, and the second tile waits until the first one is
+            stored.
         halves: compute Q K of a block in two halves of its columns. The first half does not wait
-            for P V of the block before, as P overwrites the second half only. The operands are read
-            from shared memory one and a half times as often. For q_tiles=2 and block_kv=128.
-        two_cta: CTA pairs work on twice the rows with joint MMAs; each CTA keeps half of K and V
+            for P V of the previous block, because P overwrites only the second half. Operands are
+            read from shared memory 1.5 times as often. For q_tiles=2 and block_kv=128.
+        two_cta: CTA pairs process twice the rows with joint MMAs; each CTA keeps half of K and V
             in its shared memory. For q_tiles=2, block_kv=128 and work="clc".
         poly: compute one of every `poly` pairs of exponentials on the FMA units; 0 for none.
         work: how a CTA, or a CTA pair, fetches its next work tile. "counter": from an atomic
-            counter in global memory, so that a CTA that is ahead takes more. "clc": by cluster
-            launch control: the grid has a CTA, or a pair, for each work tile, and one that is done
-            takes over the work tile of one that was not launched yet.
+            counter in global memory, so that faster CTAs process more work tiles. "clc": by cluster
+            launch control. The grid then has a CTA, or a pair, for each work tile, and a running
+            one takes over the work tile of one that was not launched yet.
         need_max: also write the row maxima.
     """
 
@@ -74,7 +75,7 @@ class ForwardConfig:
             raise ValueError(problem)
 
     def problems(self) -> list[str]:
-        """Return the reasons why this configuration is not supported; empty if it is."""
+        """Return the reasons why this configuration is not supported; empty if it is supported."""
         problems = []
         if self.dtype not in ("bfloat16", "float16"):
             problems.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
@@ -118,7 +119,7 @@ class ForwardConfig:
 
     @property
     def ctas(self) -> int:
-        """Return how many CTAs compute an MMA together."""
+        """Return the number of CTAs that compute an MMA together."""
         return 2 if self.two_cta else 1
 
     @property
@@ -133,40 +134,43 @@ class ForwardConfig:
 
     @property
     def p_parts(self) -> tuple[int, ...]:
-        """Return the end columns of the parts of P; P V of a part waits for that part alone."""
+        """Return the end columns of the parts of P.
+
+        P V of a part waits only for that part.
+        """
         return (32, 64) if self.block_kv == 64 else (64, 96, 128)
 
     @property
     def stage_elements(self) -> int:
-        """Return the elements of a stage of the ring: a CTA's part of a K or a V block."""
+        """Return the elements per stage of the K and V ring: a CTA's part of a block."""
         return self.block_kv * max(self.head_dim, self.head_dim_v) // self.ctas
 
     @property
     def o_stages(self) -> int:
-        """Return the number of output buffers that do not overwrite query tiles."""
+        """Return the number of output buffers in shared memory, 0 if O overwrites Q."""
         return 0 if self.alias else 1
 
     @property
     def o_places(self) -> int:
-        """Return how many output tiles fit in shared memory at once."""
+        """Return the number of output tiles that fit in shared memory at once."""
         return self.q_tiles if self.alias else self.o_stages
 
     @property
     def stages(self) -> int:
-        """Return the stages of the ring in which K and V blocks alternate: as many as fit."""
+        """Return the number of stages of the ring in which K and V blocks alternate."""
         rest = SMEM_BYTES - SMALL_BYTES - 2 * self.q_tiles * ROWS * self.head_dim
         rest -= 2 * self.o_stages * ROWS * self.head_dim_v
         return min(MAX_STAGES, rest // (2 * self.stage_elements))
 
     @property
     def smem_bytes(self) -> int:
-        """Return the bytes of shared memory of a CTA's tiles of Q, K, V and O."""
+        """Return the shared memory bytes of a CTA's tiles of Q, K, V and O."""
         out = self.o_stages * ROWS * self.head_dim_v
         return 2 * (self.q_tiles * ROWS * self.head_dim + out + self.stages * self.stage_elements)
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Return the registers per thread of softmax, correction and the last warpgroup."""
+        """Return the registers per thread of the (softmax, correction, last) warpgroups."""
         return (192, 80, 48) if self.q_tiles == 2 else (256, 128, 120)
 
     @property
@@ -195,46 +199,46 @@ class ForwardConfig:
         ]
 
     def out_column(self, t: int) -> int:
-        """Return the first column of O of query tile t in tensor memory."""
+        """Return the first column of O of query tile `t` in tensor memory."""
         return S_STAGES * self.block_kv + t * self.head_dim_v
 
     @property
     def threads(self) -> int:
-        """Return the threads of a CTA: a warpgroup per query tile, the correction, the last one."""
+        """Return the threads per CTA: softmax warpgroups, correction, and the last warpgroup."""
         return WARPGROUP_THREADS * (self.q_tiles + 2)
 
     @property
     def correction_warp(self) -> int:
-        """Return the first warp of the correction warpgroup."""
+        """Return the index of the first warp of the correction warpgroup."""
         return WARPGROUP_WARPS * self.q_tiles
 
     @property
     def mma_warp(self) -> int:
-        """Return the warp that issues the MMAs, the first of the last warpgroup."""
+        """Return the index of the warp that issues the MMAs, first in the last warpgroup."""
         return self.correction_warp + WARPGROUP_WARPS
 
     @property
     def load_warp(self) -> int:
-        """Return the warp that loads."""
+        """Return the index of the warp that loads."""
         return self.mma_warp + 1
 
     @property
     def store_warp(self) -> int:
-        """Return the warp that stores."""
+        """Return the index of the warp that stores."""
         return self.mma_warp + 2
 
     def s_column(self, stage: Any) -> Any:
-        """Return the first column of a buffer of S in tensor memory."""
+        """Return the first column of S buffer `stage` in tensor memory."""
         return stage * self.block_kv
 
     def p_column(self, stage: Any) -> Any:
-        """Return the first column of a buffer of P: the upper half of S, once that is read."""
+        """Return the first column of P buffer `stage`, which overwrites the upper half of S."""
         return self.s_column(stage) + self.block_kv // 2
 
     def s_stage(self, t: Any, kv_idx: Any) -> Any:
-        """Return the buffer of S, and so of P, of the kv_idx-th block of query tile t."""
+        """Return the buffer of S and P for the `kv_idx`-th block of query tile `t`."""
         return t if self.q_tiles == 2 else kv_idx & 1
 
     def s_phase(self, kv_idx: Any) -> Any:
-        """Return the parity of the barriers of that buffer for the kv_idx-th block."""
+        """Return the parity of the buffer's barriers for the `kv_idx`-th block."""
         return kv_idx & 1 if self.q_tiles == 2 else (kv_idx >> 1) & 1

@@ -1,4 +1,4 @@
-"""Describe the CTAs that compute MMAs together: one, or a pair whose first CTA leads."""
+"""Describe the CTAs that compute MMAs together: a single CTA, or a pair with a leader."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from attnkit.templates.sm100 import device
 class CtaGroup:
     """Describes one CTA, or a pair with joint MMAs (`tcgen05` with `cta_group::2`).
 
-    The first CTA of a pair leads: it issues the MMAs of both, and waits for their operands.
+    The first CTA of a pair is the leader: it issues the MMAs of both CTAs and waits for their
+    operands.
 
     Attributes:
-        two_cta: whether it is a pair.
+        two_cta: whether the group is a pair.
     """
 
     two_cta: bool
@@ -35,11 +36,11 @@ class CtaGroup:
         return cta & 1
 
     def query_tile(self, t: int | Int32) -> Int32:
-        """Return the index within the work tile of this CTA's t-th query tile."""
+        """Return the index in the work tile of this CTA's `t`-th query tile."""
         return self.size * t + self.rank()
 
     def arrive_leader(self, barrier: cute.Pointer) -> None:
-        """Arrive, once per warp, at the barrier of the CTA that issues the MMAs."""
+        """Arrive, once per warp, at the leader's barrier."""
         (device.arrive_first if self.two_cta else device.arrive)(barrier)
 
     def commit(self, barrier: cute.Pointer) -> None:
@@ -48,7 +49,7 @@ class CtaGroup:
 
     @cute.jit
     def expect_bytes(self, barrier: cute.Pointer, size: cutlass.Constexpr):
-        """Arrive at the leader's barrier and expect the bytes of a load of the whole group."""
+        """Arrive at the leader's barrier and expect the bytes that the whole group loads."""
         if const_expr(not self.two_cta):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -57,7 +58,7 @@ class CtaGroup:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
     def sync(self) -> None:
-        """Synchronise all threads of all CTAs of the group."""
+        """Synchronise all threads of all CTAs in the group."""
         if self.two_cta:
             # the cluster barrier does not order tensor memory by itself
             device.fence_before()

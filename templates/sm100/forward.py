@@ -1,17 +1,18 @@
-"""Run the forward on Blackwell (sm_100a): FlashAttention-4's algorithm with hooks for any variant.
+"""Compute the forward on Blackwell (sm_100a): FlashAttention-4's algorithm with a variant's hooks.
 
-One CTA per SM, persistent. Two query tiles of 128 rows are worked on in ping-pong: while the tensor
-cores multiply for one, a softmax warpgroup works on the other. S and O are in tensor memory, and P
-overwrites S. These are the roles; a thread of the first two has one row:
+The kernel is persistent, with one CTA per SM. Two query tiles of 128 rows are processed in
+ping-pong: while the tensor cores run the MMAs of one, a softmax warpgroup processes the other. S
+and O are in tensor memory, and P overwrites S. These are the roles; a thread of the first two has
+one row:
 
-    softmax      a warpgroup per query tile: mod, mask, exponentials; P back to tensor memory
-    correction   one warpgroup: rescales O where a maximum moved, rounds and writes O at the end
+    softmax      one warpgroup per query tile: mod, mask, exponentials; P back to tensor memory
+    correction   one warpgroup: rescales O if a maximum changed, rounds and writes O at the end
     MMA          one warp: S = Q K^T and O += P V, alternating between the tiles
     load         one warp: work tiles, TMA of Q, K and V
     store        one warp: TMA of O
 
-For each query tile the MMAs are issued in the order P V of a block, then Q K of the next. S of the
-next block overwrites P, which P V has read by then, as MMAs complete in the order of issue: no
+For each query tile the MMAs are issued in the order P V of a block, then Q K of the next one. S of
+the next block overwrites P. P V has read P by then, because MMAs complete in the order of issue: no
 other wait is needed (Zadouri et al. 2026, FlashAttention-4).
 """
 
@@ -54,7 +55,7 @@ ALIGNMENT = 1024  # alignment of tiles in shared memory: the period of the wides
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Holds the tensors in the shared memory of a CTA.
+    """Holds the tensor views of a CTA's shared memory.
 
     Attributes:
         q: 16 bits, (mma, m, k, query tile).
@@ -78,11 +79,11 @@ class SharedMemory:
 
 
 class Forward:
-    """Builds and launches the forward kernel of one configuration and one variant.
+    """Builds and launches the Blackwell forward kernel of one configuration and one variant.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
@@ -131,7 +132,7 @@ class Forward:
         # (m, n, k) of a block: in a pair the rows of both CTAs
         shape_qk = c.mma_rows, c.block_kv, c.head_dim
         shape_pv = c.mma_rows, c.head_dim_v, c.block_kv
-        # N of one instruction; with halves, S consists of two along n
+        # N of one MMA instruction; with halves, S has two along n
         qk_columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
         mma_qk = blackwell_helpers.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, cta_group, (c.mma_rows, qk_columns)
@@ -160,7 +161,7 @@ class Forward:
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, (None, None, 0)), (ROWS, c.head_dim_v)
         )
-        # unused with alias, but a field must have a size
+        # unused with alias, but a struct field needs a size
         o_size = 8 if const_expr(c.alias) else cute.cosize(o_layout)
 
         @cute.struct
@@ -220,7 +221,7 @@ class Forward:
         captured: list,
         numbers: tuple,
     ):
-        """Set up shared memory, tensor memory and barriers, then run the role of the warp."""
+        """Set up shared memory, tensor memory and barriers, then branch to the role of the warp."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == c.load_warp:
@@ -281,14 +282,14 @@ class Forward:
                 captured,
                 scalars,
             )
-        # joint MMAs read the shared memory of both CTAs: neither exits before both are done
+        # joint MMAs read the shared memory of both CTAs: neither CTA exits before both are finished
         self.group.sync()
         if warp == c.mma_warp:
             pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem.ptr)
             cute.arch.dealloc_tmem(pointer, TMEM_COLUMNS, is_two_cta=c.two_cta)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
-        """Return the tensors in shared memory; `SharedMemory` says their shapes."""
+        """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
         c = self.config
         q_layout, k_layout, v_layout, o_layout = layouts
         q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
@@ -308,7 +309,7 @@ class Forward:
         return SharedMemory(q, k, v, o, records, blocks, scales, gaps)
 
     def _ring(self, tile: Any) -> Any:
-        """Return the layout of a K or V block in each stage of the ring that they share."""
+        """Return the layout of a K or V block in all stages of the ring that they share."""
         one = cute.slice_(tile, (None, None, None, 0))
         stages, stride = self.config.stages, self.config.stage_elements
         return cute.append(one, cute.make_layout(stages, stride=stride))

@@ -1,4 +1,4 @@
-"""Name the mbarriers of the Blackwell forward kernel and say who waits for whom."""
+"""Define the mbarriers of the Blackwell forward kernel."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from attnkit.templates.sm100.cta_group import CtaGroup
 
 RECORDS = 2  # records of work tiles in shared memory
 # Slots for indices of kv blocks, from the load warp to the softmax. They need no empty barrier:
-# when the load of a block of K begins, the softmax is done with all but the last
-# `MAX_STAGES // 2` blocks before it, as their V, or K of the block after them, has left the ring.
+# when the load of a K block begins, the softmax has finished all but the last `MAX_STAGES // 2`
+# blocks before it, because their V, or K of the block after them, has left the ring.
 BLOCK_NUMBERS = 8
 
 
 @dataclass(frozen=True)
 class ForwardBarriers:
-    """Holds the mbarriers of a CTA; each field is the first of as many as `sizes` says.
+    """Holds the mbarriers of a CTA; a field points to the first of `sizes[field]` mbarriers.
 
     Attributes:
         s_half: the lower half of the columns of S is computed; only with `halves`.
         s_full: S is computed.
         s_empty: the softmax has read S, so that its upper half may be computed; only with `halves`.
-        p_full: for each part of P: the softmax has stored it; for the first part also: the
+        p_full: for each part of P: the softmax has stored it. For the first part also: the
             correction has rescaled O.
-        q_full: the bytes of Q have arrived.
-        q_empty: the MMAs that read Q are complete; with `alias`, the output that overwrote it is
+        q_full: Q has arrived.
+        q_empty: the MMAs that read Q are complete; with `alias`, the output that overwrote Q is
             stored.
         o_full: O is computed: at the end of a work tile, or with one query tile after each block.
         scale_full: the softmax has written a scale for each row.
         scale_empty: the correction has read these scales.
         out_full: the correction has written the output tile to shared memory.
-        out_empty: the output tile was stored; with `alias`, the same as `q_empty`.
-        kv_full: the bytes of K or V have arrived.
-        kv_empty: the MMAs that read them are complete.
+        out_empty: the output tile is stored; with `alias`, the same as `q_empty`.
+        kv_full: K or V has arrived.
+        kv_empty: the MMAs that read K or V are complete.
         work_full: the record of a work tile is written.
-        work_empty: all roles have read it.
+        work_empty: all roles have read the record.
         block_full: the index of a kv block is written.
         clc_full: the response of cluster launch control has arrived.
         clc_ready: the second CTA of a pair expects the next response.
@@ -94,7 +94,7 @@ class ForwardBarriers:
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
-        """Return the barriers that begin at an address of shared memory."""
+        """Return the mbarriers, laid out in shared memory from address `base`."""
         fields: dict[str, Any] = {}
         offset = 0
         for name, size in cls.sizes(config).items():
@@ -109,8 +109,8 @@ class ForwardBarriers:
         return cls(**fields)
 
     def init(self, config: ForwardConfig, group: CtaGroup) -> None:
-        """Initialise the barriers, by one thread, with the arrivals that complete a phase."""
-        # Reports of the emulator name a barrier by the argument of the call with this name.
+        """Initialise the mbarriers with their arrival counts; called by one thread."""
+        # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
         mbarrier_init = cute.arch.mbarrier_init
         warps = WARPGROUP_WARPS
         for u in range(S_STAGES):
@@ -118,7 +118,7 @@ class ForwardBarriers:
             mbarrier_init(self.s_full + u, ONE_ARRIVAL)
             mbarrier_init(self.s_empty + u, warps * config.ctas)
             for part in range(len(self.p_full)):
-                # the first part waits for the warps of the correction as well
+                # the first part also waits for the warps of the correction
                 mbarrier_init(self.p_full[part] + u, (warps if part else 2 * warps) * config.ctas)
         for t in range(config.q_tiles):
             mbarrier_init(self.q_full + t, ONE_ARRIVAL)
@@ -134,7 +134,7 @@ class ForwardBarriers:
             mbarrier_init(self.kv_empty + s, ONE_ARRIVAL)
         for r in range(RECORDS):
             mbarrier_init(self.work_full + r, ONE_ARRIVAL)
-            # softmax and correction, the store warp, and the MMA warp, which only the leader has
+            # softmax, correction, store warp, and MMA warp, which only the leader has
             mbarrier_init(self.work_empty + r, warps * (config.q_tiles + 1) + 2 - group.rank())
         for s in range(BLOCK_NUMBERS):
             mbarrier_init(self.block_full + s, ONE_ARRIVAL)

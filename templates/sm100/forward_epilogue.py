@@ -1,7 +1,7 @@
 """Rescale, normalise and store the output of the Blackwell forward.
 
-The correction warpgroup takes rescaling off the critical path of the softmax (FlashAttention-4): it
-gets a scale per row, and has nothing to do when all scales of a warp are 1, which is mostly so.
+The correction warpgroup takes rescaling off the critical path of the softmax (FlashAttention-4). It
+receives a scale per row, and has nothing to do if all scales of a warp are 1, the common case.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ VECTOR = 8  # 16-bit elements in 16 bytes
 
 
 def out_phase(config: ForwardConfig, t: int, tile_idx: Int32) -> Int32:
-    """Return the parity of the output buffer's barriers for query tile t."""
+    """Return the parity of the output buffer's barriers for query tile `t`."""
     # with one buffer for two tiles, each work tile uses it twice
     return Int32(t) if config.o_places < config.q_tiles else tile_idx & 1
 
 
 class Correction:
-    """Rescales O, rounds it and writes it to shared memory; one row per thread.
+    """Rescales O, rounds it and writes it to shared memory, with one row per thread.
 
     Args:
-        config: the kernel's configuration.
+        config: compile-time configuration.
         group: the CTAs that compute MMAs together.
     """
 
@@ -52,7 +52,7 @@ class Correction:
         split_out: cute.Tensor,
         bars: ForwardBarriers,
     ):
-        """Rescale O during the mainloop and write the outputs, for all work tiles."""
+        """Rescale O in the mainloop and write the outputs of all work tiles."""
         c = self.config
         p_full = bars.p_full[0]
         thread, _, _ = cute.arch.thread_idx()
@@ -67,7 +67,7 @@ class Correction:
                     scale = row_numbers.read(t, row, kv_idx + tile_idx)
                     if j > 0:  # the first block has no output to rescale
                         if const_expr(c.q_tiles == 1):
-                            # P V of the block before, which `s_full` does not imply here
+                            # wait for P V of the previous block, which `s_full` does not imply here
                             cute.arch.mbarrier_wait(bars.o_full, (kv_idx - 1) & 1)
                         self._rescale(scale, t, row)
                         self.group.arrive_leader(p_full + c.s_stage(t, kv_idx))
@@ -78,7 +78,7 @@ class Correction:
                     cute.arch.mbarrier_wait(bars.o_full + t, tile_idx & 1)
                 else:  # one phase per block
                     cute.arch.mbarrier_wait(bars.o_full, (kv_idx - 1) & 1)
-                # with alias the buffer is that of Q, whose load has waited for the last store
+                # with alias the buffer is that of Q, whose load has waited for the previous store
                 if const_expr(not c.alias):
                     phase = out_phase(c, t, tile_idx)
                     cute.arch.mbarrier_wait(bars.out_empty + t % c.o_places, phase ^ 1)
@@ -88,10 +88,10 @@ class Correction:
                     if const_expr(k == c.head_dim_v // STEP - 1):
                         # all of O is read: P V of the next work tile may overwrite it
                         self.group.arrive_leader(p_full + c.s_stage(t, kv_idx))
-                    # the row is recomputed: kept through the loops, it would cost registers there
+                    # recompute the row, which saves registers in the mainloop
                     own_row = device.opaque_copy(row, tile_idx)
                     self._put(values, scale, smem_o, split_out, work.split_slot, t, own_row, k)
-                # the TMA store reads these ordinary stores by the async proxy
+                # TMA reads these generic stores by the async proxy
                 cute.arch.fence_proxy("async.shared", space="cta")
                 device.arrive(bars.out_full + t % c.o_places)
             tile_idx += 1
@@ -99,7 +99,7 @@ class Correction:
 
     @cute.jit
     def _rescale(self, scale: Float32, t: cutlass.Constexpr, row: Int32):
-        """Rescale O to the new maximum, if the maximum of a row of the warp moved."""
+        """Multiply O by `scale`, unless the scales of all rows in the warp are 1."""
         if cute.arch.vote_any_sync(scale != Float32(1.0)):
             for k in cutlass.range_constexpr(self.config.head_dim_v // STEP):
                 column = self.config.out_column(t) + STEP * k
@@ -120,9 +120,10 @@ class Correction:
         row: Int32,
         k: cutlass.Constexpr,
     ):
-        """Write the k-th group of columns of a row.
+        """Write the `k`-th group of columns of a row.
 
-        They go rounded to shared memory, or in float32 to `split_out` if the row is split.
+        Rounded values are written to shared memory. For a split row, float32 values are written to
+        `split_out`.
         """
         values = [x * scale for x in values]
         if split_slot >= 0:
@@ -148,7 +149,7 @@ class StoreWarp:
     """Runs the warp that stores output tiles by TMA.
 
     Args:
-        config: the kernel's configuration.
+        config: compile-time configuration.
         group: the CTAs that compute MMAs together.
     """
 
@@ -162,6 +163,9 @@ class StoreWarp:
 
         Args:
             tma: the TMA atom and tensor of the output.
+            smem_o: output buffers in shared memory.
+            work_ring: records of the work tiles.
+            bars: mbarriers.
         """
         c = self.config
         tma_o, o_tiles = tma
@@ -172,7 +176,7 @@ class StoreWarp:
             for t in cutlass.range_constexpr(c.q_tiles):
                 place = t % c.o_places
                 cute.arch.mbarrier_wait(bars.out_full + place, out_phase(c, t, tile_idx))
-                if work.split_slot < 0:  # the correction has written parts of split rows itself
+                if work.split_slot < 0:  # the correction warpgroup writes parts of split rows
                     tile, q_tiles = self.group.query_tile(t), c.block_q // ROWS
                     cute.copy(
                         tma_o,
@@ -189,11 +193,11 @@ class StoreWarp:
                 device.arrive(bars.out_empty + t % c.o_places)
             tile_idx += 1
             work = work_ring.read(tile_idx)
-        # the CTA must not exit before the last store has read its shared memory
+        # the CTA must not exit before its last TMA store is complete
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def _sides(self, tma_o: Any, smem_o: cute.Tensor, o_tiles: cute.Tensor) -> tuple[Any, Any]:
-        """Return both sides of the TMA store: shared memory by buffer, global by query tile."""
+        """Return the two sides of the TMA store: shared memory by buffer, global by query tile."""
         return partition(
             tma_o, smem_o, o_tiles, (ROWS, self.config.head_dim_v), (None, 0, None, None)
         )

@@ -1,6 +1,6 @@
 """Issue the MMAs of the Blackwell forward from one warp: S = Q K^T and O += P V.
 
-In a CTA pair, a warp of the first CTA issues them for both.
+In a CTA pair, a warp of the first CTA issues the MMAs of both CTAs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnkit.templates.sm100.cta_group import CtaGroup
 from attnkit.templates.sm100.forward_barriers import ForwardBarriers
 from attnkit.templates.sm100.forward_work import RingPosition, WorkRing
 
-MMA_K = 16  # columns of P that one instruction of P V reads
+MMA_K = 16  # K of one MMA instruction: the columns of P that it reads
 HALVES = (0, 1)  # halves of the columns of S
 
 
@@ -28,7 +28,7 @@ class Products:
     """Holds the MMAs of a CTA or a CTA pair, with their operands and accumulators.
 
     Attributes:
-        qk_first, qk: S = Q K^T, overwriting and accumulating.
+        qk_first, qk: S = Q K^T, which overwrites or accumulates.
         pv: O += P V.
         frag_q: descriptors of Q, (mma, m, k, query tile).
         frag_k: descriptors of K, (mma, n, k, stage).
@@ -51,7 +51,7 @@ class Products:
 
 @dataclass(frozen=True)
 class VBlock:
-    """Describes a block of V: its stage, the barrier of its bytes, and the parity of its lap."""
+    """Describes a block of V: its stage, its full barrier, and the parity of its lap."""
 
     stage: Int32
     full: cute.Pointer
@@ -61,11 +61,12 @@ class VBlock:
 class MmaWarp:
     """Issues the MMAs of a CTA or a CTA pair.
 
-    For each query tile they are issued in the order P V of a block, then Q K of the next: S of the
-    next block overwrites P, which P V has read by then, as MMAs complete in the order of issue.
+    For each query tile they are issued in the order P V of a block, then Q K of the next one. S of
+    the next block overwrites P, which P V has read by then, because MMAs complete in the order of
+    issue.
 
     Args:
-        config: the kernel's configuration.
+        config: compile-time configuration.
         group: the CTAs that compute MMAs together.
     """
 
@@ -81,10 +82,12 @@ class MmaWarp:
         Args:
             mmas: (Q K^T, Q K^T, P V, P V): the first of each overwrites, the second accumulates.
             smem: tiles of Q, K and V in shared memory.
+            work_ring: records of the work tiles.
+            bars: mbarriers.
         """
         c = self.config
         mma = self._products(mmas, smem)
-        pv_first = mmas[2]  # first P V of a block; it overwrites O in the first block only
+        pv_first = mmas[2]  # first k-step of P V; it overwrites O only in the first block
         mma.qk_first.set(tcgen05.Field.ACCUMULATE, False)
         mma.qk.set(tcgen05.Field.ACCUMULATE, True)
         mma.pv.set(tcgen05.Field.ACCUMULATE, True)
@@ -105,7 +108,7 @@ class MmaWarp:
                 pv_first.set(tcgen05.Field.ACCUMULATE, j > 0)
                 more = j + 1 < work.num_blocks
                 if const_expr(c.q_tiles == 1):
-                    # S of the next block, into the other buffer, while the softmax of this one runs
+                    # S of the next block to the other buffer, during the softmax of this block
                     if more:
                         cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
                         self.issue_qk(mma, 0, kv_idx + 1, position.stage, bars, HALVES)
@@ -113,7 +116,7 @@ class MmaWarp:
                     self.issue_pv(mma, pv_first, 0, kv_idx, v, bars)
                     self.group.commit(bars.kv_empty + v.stage)
                     if j + 1 == work.num_blocks:
-                        if const_expr(not c.alias):  # else the store of O releases Q
+                        if const_expr(not c.alias):  # otherwise the store of O releases Q
                             self.group.commit(bars.q_empty)
                     self.group.commit(bars.o_full)
                 else:
@@ -174,7 +177,7 @@ class MmaWarp:
         bars: ForwardBarriers,
         halves: tuple[int, ...],
     ) -> None:
-        """Issue S = Q K^T of the kv_idx-th block of query tile t, or one half of its columns."""
+        """Issue S = Q K^T of the `kv_idx`-th block of query tile `t`, for the given `halves`."""
         c, u = self.config, self.config.s_stage(t, kv_idx)
         scores = cute.make_tensor(device.column(c.s_column(u)), mma.s_layout)  # f32 (mma, m, n)
         for half in halves if c.halves else (0,):
@@ -198,7 +201,7 @@ class MmaWarp:
         v: VBlock,
         bars: ForwardBarriers,
     ) -> None:
-        """Issue O += P V of the kv_idx-th block of query tile t; wait for each part of P."""
+        """Issue O += P V of the `kv_idx`-th block of query tile `t`, waiting for each part of P."""
         c, u = self.config, self.config.s_stage(t, kv_idx)
         place = device.column(c.p_column(u))
         # 16 bits (mma, m, k)
@@ -209,7 +212,7 @@ class MmaWarp:
         for k in range(c.block_kv // MMA_K):
             if k in starts:
                 cute.arch.mbarrier_wait(bars.p_full[starts.index(k)] + u, c.s_phase(kv_idx))
-                if c.two_cta:  # P of the other CTA: its arrival comes from another SM
+                if c.two_cta:  # P of the other CTA: that arrival is from another SM
                     device.fence_after()
             cute.gemm(
                 pv_first if k == 0 else mma.pv,

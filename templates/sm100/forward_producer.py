@@ -1,8 +1,8 @@
-"""Take work tiles and load their blocks by TMA: the producer of the Blackwell forward.
+"""Fetch work tiles and load their blocks by TMA: the producer of the Blackwell forward.
 
-One warp takes work tiles from the list and walks their runs from the last block to the first. For
-the other warps it writes a record for each work tile and the index of each block to shared memory.
-K and V blocks alternate in one ring.
+One warp fetches work tiles from the work list and iterates over their runs from the last block to
+the first. For the other warps it writes a record for each work tile and the index of each block to
+shared memory. K and V blocks alternate in one ring.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from attnkit.templates.sm100.forward_work import BlockRing, RingPosition, WorkRi
 
 @dataclass(frozen=True)
 class WorkList:
-    """Holds the tables that the host wrote.
+    """Holds the tables that the host has written.
 
     Attributes:
         tiles: i32 [work tiles, 12], see `WorkItem`.
         partial_runs, full_runs: i32 [2, runs], starts and lengths of runs of kv blocks.
-        counter: i32 [1], zero at launch and zero again at its end.
+        counter: i32 [1], zero at launch; the kernel resets it to zero.
     """
 
     tiles: cute.Tensor
@@ -41,13 +41,13 @@ class WorkList:
 
 @dataclass(frozen=True)
 class TmaLoad:
-    """Describes the TMA load of one operand.
+    """Holds the TMA copy of one operand with its source and target.
 
     Attributes:
-        atom: the copy.
+        atom: the TMA copy.
         target: shared memory, (elements, stage).
         source: global memory, (elements, block, head, batch).
-        bytes: size of a block over all CTAs of the group, as the leader's barrier counts it.
+        bytes: bytes of a block over all CTAs of the group, as the leader's barrier counts them.
     """
 
     atom: cute.CopyAtom
@@ -56,7 +56,7 @@ class TmaLoad:
     bytes: int
 
     def start(self, block: Any, head: Any, batch: Any, stage: Any, full: cute.Pointer) -> None:
-        """Start the load of a block into a stage."""
+        """Issue the TMA load of a block into stage `stage`, which arrives at `full`."""
         cute.copy(
             self.atom,
             self.source[None, block, head, batch],
@@ -69,8 +69,8 @@ class Producer:
     """Runs the load warp.
 
     Args:
-        config: the kernel's configuration.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
         group: the CTAs that compute MMAs together.
     """
 
@@ -93,11 +93,17 @@ class Producer:
         work_list: WorkList,
         scalars: Scalars,
     ):
-        """Take all work tiles of this CTA and load their blocks.
+        """Fetch all work tiles of this CTA and load their blocks.
 
         Args:
             atoms, tiles: TMA atoms and tensors of Q, K and V.
             mmas: (Q K^T, P V), the MMAs whose operands are loaded.
+            smem: shared memory.
+            bars: mbarriers.
+            work_ring, block_ring: rings of work tile records and of block indices.
+            clc: scheduler for work="clc".
+            work_list: tables of the work list.
+            scalars: scalar arguments of the call.
         """
         c = self.config
         q, k, v = self._loads(atoms, mmas, tiles, smem)
@@ -128,7 +134,7 @@ class Producer:
                 WorkTile.VALID: Int32(1),
             }
             work_ring.write(tile_idx, record)
-            if const_expr(c.work == "clc"):  # early, as the response takes a while
+            if const_expr(c.work == "clc"):  # request early, to hide the latency of the response
                 clc.ask(tile_idx)
             first = Int32(1)
             for kind in cutlass.range_constexpr(2):
@@ -141,7 +147,7 @@ class Producer:
                         number = kv_block
                         if const_expr(kind == 1 and self.hooks.lists_override_mask):
                             number = ~kv_block
-                        # In the order of use: Q and K for the first S, Q of the other tile, V.
+                        # in the order of use: Q and K for the first S, Q of the other tile, V
                         if first != 0:
                             self._load_q(q, 0, tile_idx, q_block, head, batch, bars)
                         cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)
@@ -178,7 +184,7 @@ class Producer:
     def _loads(
         self, atoms: tuple, mmas: tuple, tiles: tuple, smem: Any
     ) -> tuple[TmaLoad, TmaLoad, TmaLoad]:
-        """Return the TMA loads of this CTA's part of Q, K and V."""
+        """Return the partitioned TMA loads of this CTA's part of Q, K and V."""
         c = self.config
         rank = self.group.rank()
         thr_qk, thr_pv = (mma.get_slice(rank) for mma in mmas)
@@ -204,7 +210,7 @@ class Producer:
         batch: Int32,
         bars: ForwardBarriers,
     ) -> None:
-        """Load query tile t of a work tile, once its buffer is empty."""
+        """Load query tile `t` of a work tile, once its buffer is empty."""
         cute.arch.mbarrier_wait(bars.q_empty + t, (tile_idx & 1) ^ 1)
         self.group.expect_bytes(bars.q_full + t, q.bytes)
         q.start(q_block * self.config.q_tiles + t, head, batch, t, bars.q_full + t)
@@ -224,7 +230,7 @@ class Producer:
 
 
 def _sides(atom: Any, smem: Any, parts: Any) -> tuple[Any, Any]:
-    """Return both sides of a TMA copy: shared memory by stage, global memory by tile."""
+    """Return the two sides of a TMA copy: shared memory by stage, global memory by tile."""
     return cpasync.tma_partition(
         atom,
         0,

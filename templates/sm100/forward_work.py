@@ -1,7 +1,7 @@
 """Pass work tiles, kv blocks and row scales between the warps of the Blackwell forward.
 
-All go through shared memory. The load warp writes a record for each work tile and the index of each
-kv block. The softmax writes one scale per row for the correction.
+All pass through shared memory. The load warp writes a record for each work tile and the index of
+each kv block. The softmax writes one scale per row for the correction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECORD_WORDS = 8
 
 
 class WorkTile(IntEnum):
-    """Numbers the int32 words of a work tile's record in shared memory."""
+    """Indices of the int32 words in a work tile's record in shared memory."""
 
     Q_BLOCK = 0
     HEAD = 1
@@ -51,7 +51,7 @@ class WorkRing:
     Attributes:
         words: i32 [8 * RECORDS].
         full: the load warp has written a record.
-        empty: all other roles have read it.
+        empty: all other roles have read the record.
     """
 
     words: cute.Tensor
@@ -59,7 +59,7 @@ class WorkRing:
     empty: cute.Pointer
 
     def write(self, tile_idx: Int32, record: dict[WorkTile, Int32]) -> None:
-        """Write the record of this CTA's tile_idx-th work tile, once its slot is empty."""
+        """Write the record of the CTA's `tile_idx`-th work tile, once its slot is empty."""
         r = tile_idx & (RECORDS - 1)
         cute.arch.mbarrier_wait(self.empty + r, ((tile_idx >> 1) & 1) ^ 1)
         with cute.arch.elect_one():
@@ -68,18 +68,18 @@ class WorkRing:
             cute.arch.mbarrier_arrive(self.full + r)
 
     def wait(self, tile_idx: Int32) -> Work:
-        """Wait for a record and read it, but do not release it."""
+        """Wait for the record of a work tile and return it without releasing its slot."""
         r = tile_idx & (RECORDS - 1)
         cute.arch.mbarrier_wait(self.full + r, (tile_idx >> 1) & 1)
         first = RECORD_WORDS * r
         return Work(*(cute.arch.make_warp_uniform(self.words[first + word]) for word in WorkTile))
 
     def release(self, tile_idx: Int32) -> None:
-        """Release a record; one arrival per warp."""
+        """Release the record of a work tile, with one arrival per warp."""
         device.arrive(self.empty + (tile_idx & (RECORDS - 1)))
 
     def read(self, tile_idx: Int32) -> Work:
-        """Wait for a record, read it and release it."""
+        """Wait for the record of a work tile, return it, and release its slot."""
         work = self.wait(tile_idx)
         self.release(tile_idx)
         return work
@@ -90,7 +90,8 @@ class BlockRing:
     """Passes indices of kv blocks from the load warp to the softmax.
 
     Attributes:
-        numbers: i32 [BLOCK_NUMBERS]; ~n for a FULL block n, where block lists overrule the mask.
+        numbers: i32 [BLOCK_NUMBERS]; ~n for a FULL block n if block lists take precedence over the
+            mask.
         full: an index is written.
     """
 
@@ -98,12 +99,12 @@ class BlockRing:
     full: cute.Pointer
 
     def write(self, kv_idx: Int32, number: Int32) -> None:
-        """Write the index of the kv_idx-th block, by one thread; see `BLOCK_NUMBERS`."""
+        """Write the index of the `kv_idx`-th block, by one thread; see `BLOCK_NUMBERS`."""
         self.numbers[kv_idx & (BLOCK_NUMBERS - 1)] = number
         cute.arch.mbarrier_arrive(self.full + (kv_idx & (BLOCK_NUMBERS - 1)))
 
     def read(self, kv_idx: Int32) -> Int32:
-        """Wait for the index of the kv_idx-th block and read it."""
+        """Wait for the index of the `kv_idx`-th block and return it."""
         slot, shift = kv_idx & (BLOCK_NUMBERS - 1), BLOCK_NUMBERS.bit_length() - 1
         cute.arch.mbarrier_wait(self.full + slot, (kv_idx >> shift) & 1)
         return self.numbers[slot]
@@ -126,11 +127,11 @@ class RowNumbers:
     empty: cute.Pointer
 
     def of_tile(self, t: Int32) -> RowNumbers:
-        """Return a copy whose barriers are those of query tile t."""
+        """Return a copy whose barriers are those of query tile `t`."""
         return RowNumbers(self.values, self.full + t, self.empty + t)
 
     def wait_empty(self, count: Int32) -> None:
-        """Wait until the correction has read the scale before the count-th; see `of_tile`."""
+        """Wait until the correction has read the scale before the `count`-th; see `of_tile`."""
         cute.arch.mbarrier_wait(self.empty, (count & 1) ^ 1)
 
     def write(self, place: Int32, value: Float32) -> None:
@@ -139,7 +140,7 @@ class RowNumbers:
         device.arrive(self.full)
 
     def read(self, t: int, row: Int32, count: Int32) -> Float32:
-        """Wait for the count-th scale of a row of query tile t, read it and release it."""
+        """Wait for the `count`-th scale of a row of query tile `t`, return it and release it."""
         cute.arch.mbarrier_wait(self.full + t, count & 1)
         value = self.values[t * ROWS + row]
         device.arrive(self.empty + t)
@@ -148,18 +149,21 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class RingPosition:
-    """Describes a stage of the ring that K and V blocks share, and the parity of its lap."""
+    """Describes a position in the ring of K and V blocks: a stage and the parity of its lap."""
 
     stage: Int32
     lap: Int32
 
     @staticmethod
     def first() -> RingPosition:
-        """Return the first use of the first stage."""
+        """Return the position of the first use of the ring."""
         return RingPosition(Int32(0), Int32(0))
 
     def next(self, stages: int) -> RingPosition:
-        """Return the next position; the number of stages need not be a power of two."""
+        """Return the next position in a ring of `stages` stages.
+
+        The number of stages need not be a power of two.
+        """
         last = self.stage == stages - 1
         stage = cutlass.select_(last, Int32(0), self.stage + 1)
         return RingPosition(stage, cutlass.select_(last, self.lap ^ 1, self.lap))

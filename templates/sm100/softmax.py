@@ -1,17 +1,18 @@
-"""Compute the softmax of a row's scores on Blackwell: mod, mask, maximum, exponentials, sums.
+"""Compute the softmax of a row's scores on Blackwell: mod, mask, maximum, exponentials and sums.
 
-A thread has one row, the lane of tensor memory with its number. The row is computed in chunks of 32
-or 16 columns: the hooks evaluate a chunk as they would a block of that width, and one 32-bit word
-says which of its columns the mask keeps.
+A thread has one row, the lane of tensor memory with its index. The row is computed in chunks of 32
+or 16 columns. The hooks evaluate a chunk like a block of that width, and one 32-bit word says which
+of its columns the mask keeps.
 
-Online softmax follows Milakov and Gimelshein (2018). As in FlashAttention-4, P is relative to a
-maximum that is only updated, and output and sums are only rescaled, when P would exceed 2**8. So a
-row's largest P need not be 1, and is rounded like the others. If it makes up nearly all of the row,
-its rounding error would change the output by the same fraction. The output is therefore divided by
-a sum in which the largest P of each block is rounded too. The LSE uses the sum without rounding.
+The online softmax is that of Milakov and Gimelshein (2018). As in FlashAttention-4, P is relative
+to a maximum that is updated only when P would exceed 2**8; output and sums are rescaled only then.
+A row's largest P is therefore not always 1, and is rounded like the others. If it is nearly all of
+the row's sum, its rounding error would change the output by the same fraction. The output is
+therefore divided by a sum in which the largest P of each block is rounded too. The LSE uses the sum
+without rounding.
 
-The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
-are plain Python, so that they can pass records and the hooks' tuples.
+The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others are
+plain Python, so that they can pass records and the hooks' tuples.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from attnkit.templates.sm100.config import HEAVIEST, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 from attnkit.templates.sm100.exp2 import DEGREES, exp2_pair
 
-# Estimated instructions per score from which the chunks of a row are computed in a loop; the second
-# is for CTA pairs, whose threads have fewer registers to spare.
+# From this estimated number of instructions per score on, the chunks of a row are computed in a
+# loop. The second value is for CTA pairs, whose threads have fewer free registers.
 HEAVY, HEAVY_IN_PAIRS = 10, 8
-CHAINS = 4  # independent chains of maxima, and of pairs of sums
+CHAINS = 4  # independent dependency chains of maxima, and of pairs of sums
 CHUNK = 32  # maximum columns of a chunk: the bits of a mask word
 
 
 @dataclass(frozen=True)
 class RowState:
-    """Holds the running softmax of a thread's row.
+    """Holds the running softmax state of a thread's row.
 
     Attributes:
-        max: f32 [1], the maximum to which P and `sum` are relative.
+        max: f32 [1], the maximum that is subtracted in P and in `sum`.
         sum: f32 [1], the sum of P.
         highest: f32 [1], the largest score, if the kernel writes the maxima.
     """
@@ -56,7 +57,7 @@ class RowState:
 
     @staticmethod
     def create() -> RowState:
-        """Allocate registers."""
+        """Allocate the state in registers."""
         return RowState(*(cute.make_rmem_tensor(1, Float32) for _ in range(3)))  # f32 [1] each
 
     def reset(self) -> None:
@@ -67,13 +68,14 @@ class RowState:
 
 @dataclass(frozen=True)
 class TileValues:
-    """Holds what is computed once per work tile.
+    """Holds the values that a thread computes once per work tile.
 
     Attributes:
         site: position of the tile.
-        head: values of the head.
-        row: (q, values of the row) of the thread's row; q is clamped to the tensor.
-        column_constants: for each column of a chunk, the hook value that all blocks share.
+        head: values of the hook `head`.
+        row: (q, values of the hook `row`) of the thread's row; q is clamped to the tensor.
+        column_constants: for each column of a chunk, the value of `fixed_columns`, shared by all
+            blocks.
         intervals: the intervals [low, high) of kv that the row keeps; None if the mask has no such
             form.
     """
@@ -87,11 +89,11 @@ class TileValues:
 
 @dataclass(frozen=True)
 class UpperHalf:
-    """Holds the barriers of the upper half of S, if it is computed after the lower one.
+    """Holds the barriers of the upper half of S, if it is computed after the lower half.
 
     Attributes:
-        full, phase: barrier and parity: the half is computed.
-        empty: barrier: all of S is read.
+        full, phase: barrier and parity; completes when the half is computed.
+        empty: barrier to arrive at when all of S is read.
     """
 
     full: cute.Pointer
@@ -105,7 +107,7 @@ class BlockScores:
 
     Attributes:
         chunks: f32 values of each chunk.
-        bases: what has to be added to the scores of each chunk, or None.
+        bases: term to add to the scores of each chunk, or None.
         peak: the largest score of the row.
     """
 
@@ -118,8 +120,8 @@ class Softmax:
     """Computes P from S = Q K^T for a thread's row.
 
     Args:
-        config: the kernel's configuration.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
         group: the CTAs that compute MMAs together.
     """
 
@@ -130,7 +132,10 @@ class Softmax:
         self.dtype = common_device.DTYPES[config.dtype]
 
     def chunk(self, masked: bool) -> int:
-        """Return how many columns are computed together: few if each takes registers of its own."""
+        """Return the number of columns that are computed together.
+
+        It is small if each column needs registers of its own.
+        """
         hooks = self.hooks
         if self.rolled(masked):
             return CHUNK // 2 if hooks.instruction_estimate >= HEAVIEST else CHUNK
@@ -139,26 +144,26 @@ class Softmax:
         )
 
     def rolled(self, masked: bool) -> bool:
-        """Return whether chunks are computed in a loop, which writes scores back to tensor memory.
+        """Return whether chunks are computed in a loop that writes scores back to tensor memory.
 
-        With many instructions per score, unrolled code does not fit the instruction caches and
-        takes long to compile. The compiler would also interleave all chunks, and need more
-        registers than there are.
+        With many instructions per score, unrolled code does not fit in the instruction caches and
+        takes long to compile. The compiler would also interleave all chunks and need too many
+        registers.
         """
         heavy = HEAVY_IN_PAIRS if self.config.two_cta else HEAVY
         return self.hooks.instruction_estimate >= heavy or (masked and self.by_element)
 
     @property
     def by_element(self) -> bool:
-        """Return whether the mask has to be evaluated for every element."""
+        """Return whether the mask has to be evaluated for every score."""
         return self.hooks.has_mask and self.hooks.intervals is None
 
     @property
     def sums(self) -> int:
         """Return the number of independent chains of pairs of sums.
 
-        It is small where exponentials leave few registers: for float16 their polynomial has a
-        higher degree, and a mod that reads the score adds a multiplication to each.
+        It is smaller if the exponentials leave few registers: the polynomial for float16 has a
+        higher degree, and a mod that reads the score adds a multiplication to each exponential.
         """
         crowded = (
             self.config.two_cta and self.config.dtype == "float16" and not self.hooks.ignores_score
@@ -168,7 +173,7 @@ class Softmax:
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Return the position of a work tile; distances are counted from its first row."""
+        """Return the site of a work tile, with `first_row` as the origin of distances."""
         steps = (0,), range(CHUNK)
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
@@ -176,13 +181,13 @@ class Softmax:
     # ------------------------------------------------------------------ values known once a tile
 
     def begin_tile(self, site: Site, q: Int32) -> TileValues:
-        """Evaluate what this thread's row q needs once per work tile."""
+        """Compute the values that the thread's row `q` uses for a whole work tile."""
         hooks = self.hooks
         inside = cutlass.min(q, site.q_len - 1)
         head = hooks.head(site)
         row = (inside, hooks.row(site, head, inside))
         constants = hooks.fixed_columns(site, head, list(range(CHUNK)))
-        # pinned, as the compiler would recompute them in each block
+        # pinned, because the compiler would recompute them in each block
         constants = tuple(
             x if x is None or hooks.prefetches else common_device.pinned(x) for x in constants
         )
@@ -215,9 +220,12 @@ class Softmax:
         """Load the scores of a block and apply the mod and (if `masked`) the mask.
 
         Args:
-            number: index of the kv block. Where block lists overrule the mask, ~number stands for a
-                FULL block: only positions beyond the end of the tensor are masked there.
-            row: row of the thread, whose scores begin at `column` of tensor memory.
+            tile: values of the work tile.
+            number: index n of the kv block. If block lists take precedence over the mask, ~n stands
+                for a FULL block, in which only positions beyond the end of the tensor are masked.
+            masked: whether the block needs the mask.
+            row: row of the thread.
+            column: first column of the scores in tensor memory.
             upper: barriers of the upper half of the columns if it is computed later, else None.
         """
         full, kv_block = Boolean(False), number
@@ -239,8 +247,8 @@ class Softmax:
             if upper is not None and c == half and not rolled:
                 cute.arch.mbarrier_wait(upper.full, upper.phase)
             if not self.hooks.only_scales and not rolled:
-                loading = [c]  # one by one, as a mod keeps values of its own in registers
-            else:  # by halves: the maximum of one is computed while the other loads
+                loading = [c]  # one by one, because the mod needs registers too
+            else:  # by halves: the maximum of one half is computed while the other loads
                 loading = list(range(c, c + half)) if c % half == 0 else []
             loaded += [device.load_row(row, column + wide * k, wide) for k in loading]
             if loading:
@@ -267,11 +275,11 @@ class Softmax:
         column: Int32,
         upper: UpperHalf | None,
     ) -> Any:
-        """Overwrite the scores of a block in tensor memory; return the largest score of the row.
+        """Replace a block's scores in tensor memory by modified scores; return the row maximum.
 
         Args:
             start: first kv column of the block.
-            full: whether block lists keep all of it.
+            full: whether block lists keep the whole block.
             Others: as for `scores`.
         """
         wide, nan = self.chunk(masked), self.config.need_max
@@ -300,7 +308,7 @@ class Softmax:
     def _chunk(
         self, tile: TileValues, start: Int32, full: Boolean, masked: bool, chunk: list[Float32]
     ) -> tuple[list[Any], Any]:
-        """Apply mod and mask to a chunk; return its scores, and what to add to all, or None."""
+        """Apply mod and mask to a chunk; return its scores, and the term to add to all or None."""
         site, head, hooks = tile.site, tile.head, self.hooks
         wide = len(chunk)
         rows, places = [tile.row], [(0, j) for j in range(wide)]
@@ -331,7 +339,7 @@ class Softmax:
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
     def _inside(self, intervals: Any, start: Int32) -> Any:
-        """Return as bits which columns of a chunk lie in one of the row's intervals."""
+        """Return a bit mask of the columns of a chunk that are inside one of the intervals."""
         total = Int32(0)
         for low, high in intervals:
             total = total | (device.bits_below(high - start) & ~device.bits_below(low - start))
@@ -342,9 +350,10 @@ class Softmax:
     def _peak(
         self, chunk: Any, base: Float32 | None, peak: Any, chains: list[Any]
     ) -> tuple[Any, list[Any]]:
-        """Take the maximum over a chunk; return the row's maximum so far and open chains of maxima.
+        """Update the row maximum with a chunk; return the row's maximum so far and the open chains.
 
-        Chains stay open over chunks without a base; the caller takes their maximum at the end.
+        A chain is a partial maximum. Chains stay open across chunks without a base, and the caller
+        reduces them at the end.
         """
         nan, chains = self.config.need_max, list(chains)  # torch's maximum propagates NaN
         for j in range(0, len(chunk), 2):
@@ -358,14 +367,14 @@ class Softmax:
         return _larger(peak, largest(chains, nan) + base, nan), [None] * CHAINS
 
     def move_maximum(self, state: RowState, peak: Float32, factor: Float32 | None) -> Any:
-        """Update the row's maximum for a block; return the factor that rescales O and the sum."""
+        """Update the row maximum with a block's `peak`; return the rescale factor of O."""
         nan = self.config.need_max
         old = state.max[0]
         new = cute.arch.fmax(old, peak, nan=nan)
         if const_expr(self.config.need_max):
             state.highest[0] = cute.arch.fmax(state.highest[0], peak, nan=nan)
         growth = new - old if factor is None else (new - old) * factor
-        # P takes up a small growth: nothing to rescale
+        # small growth: keep the old maximum, with nothing to rescale
         new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
         state.max[0] = new
         drop = old - common_device.finite_or_zero(new)
@@ -379,7 +388,7 @@ class Softmax:
         row_max: Float32,
         factor: Float32 | None,
     ) -> list[Any]:
-        """Return P of adjacent columns, from column `first` of a block on, as pairs of float32."""
+        """Return P of adjacent columns, from column `first` of a block on, as float32 pairs."""
         less = self.shift(base, row_max, factor)
         pairs = []
         for j in range(0, len(values), 2):
@@ -397,13 +406,16 @@ class Softmax:
         return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
-        """Return what has to be added to scores * factor to get the exponents of P."""
+        """Return the value to add to scores * factor to get the exponents of P."""
         less = common_device.finite_or_zero(row_max)
         less = less if base is None else less - base
         return -less if factor is None else -(less * factor)
 
     def rounding(self, peak: Float32, row_max: Float32, factor: Float32 | None) -> Any:
-        """Return what rounding adds to the largest P of a block, that of the score `peak`."""
+        """Return the rounding error of a block's largest P: rounded value minus exact value.
+
+        `peak` is the score of the largest P.
+        """
         less = self.shift(None, row_max, factor)
         if factor is None:
             power = peak + less
@@ -413,7 +425,7 @@ class Softmax:
         return device.rounded(greatest, self.dtype) - greatest
 
     def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:
-        """Add pairs of P to the sums of the row, and start to store them from `column` on."""
+        """Add pairs of P to the row's sums, and issue their store to tensor memory."""
         for j, pair in enumerate(pairs):
             c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
@@ -424,10 +436,12 @@ class Softmax:
     def finish(
         self, tile: TileValues, state: RowState, gap: Float32
     ) -> tuple[Float32, Float32, Float32]:
-        """Return the factor of the output, the LSE, and the largest score, of the row.
+        """Return the factor of the output, the LSE and the largest score of the row.
 
         Args:
-            gap: what rounding the largest P of each block adds to the sum.
+            tile: values of the work tile.
+            state: softmax state of the row.
+            gap: rounding correction of the sum, see `RowThread.gaps`.
         """
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
@@ -439,14 +453,14 @@ class Softmax:
 def _repeated(
     compute: cutlass.Constexpr, first: cutlass.Constexpr, end: cutlass.Constexpr, value: Float32
 ):
-    """Compute `value = compute(c, value)` for c in range(first, end), in a loop on the device."""
+    """Compute `value = compute(c, value)` for c in range(first, end), in a device loop."""
     for c in cutlass.range(first, end, unroll=1):
         value = compute(c, value)
     return value
 
 
 def total_of(sums: Any) -> Any:
-    """Return the total of pairs of sums."""
+    """Return the total of all elements of pairs of sums."""
     pair = sums[0]
     for other in sums[1:]:
         pair = cute.arch.add_packed_f32x2(pair, other)

@@ -1,4 +1,4 @@
-"""Run the softmax warpgroups of the Blackwell forward: S from tensor memory, P back to it.
+"""Run the softmax warpgroups of the Blackwell forward: load S from tensor memory, store P back.
 
 A thread has one row.
 """
@@ -28,7 +28,7 @@ class RowResults:
 
     Attributes:
         lse: f32 [B, H, S].
-        max_scores: f32 [B, H, S], written only if the config needs the maxima.
+        max_scores: f32 [B, H, S], written only if the config has `need_max`.
         split_lse: f32 [slots, block_q], LSE of the parts of split rows.
     """
 
@@ -39,15 +39,15 @@ class RowResults:
 
 @dataclass(frozen=True)
 class RowThread:
-    """Describes a thread of a softmax warpgroup and what it keeps throughout the kernel.
+    """Describes a thread of a softmax warpgroup and its state for the whole kernel.
 
     Attributes:
         t: query tile of the CTA; each has a softmax warpgroup.
         row: row within the query tile, the lane of tensor memory.
         place: row counted over all query tiles, the thread's index.
         state: running softmax of the row.
-        gaps: f32 [128 * q_tiles] in shared memory: for each row, what rounding the largest P of
-            each block adds to the sum. There is no register left for it.
+        gaps: f32 [128 * q_tiles] in shared memory: for each row, the change of the sum if the
+            largest P of each block is rounded. It is in shared memory because no register is left.
     """
 
     t: Int32
@@ -61,7 +61,7 @@ class SoftmaxWarpgroup:
     """Runs the role of a softmax warpgroup.
 
     Args:
-        config: the kernel's configuration.
+        config: compile-time configuration.
         softmax: computes P of a row.
         group: the CTAs that compute MMAs together.
     """
@@ -88,7 +88,7 @@ class SoftmaxWarpgroup:
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         t, row = warp // WARPGROUP_WARPS, thread_idx % ROWS
-        place = thread_idx  # equal to t * ROWS + row, but takes no register
+        place = thread_idx  # equal to t * ROWS + row, but needs no register
         state = RowState.create()
         thread = RowThread(t, row, place, state, gaps)
         row_numbers = row_numbers.of_tile(t)
@@ -101,7 +101,7 @@ class SoftmaxWarpgroup:
             tile = self.softmax.begin_tile(site, work.q_block * c.block_q + tile_row)
             state.reset()
             gaps[place] = Float32(0.0)
-            # Masked blocks first, the others after: the second loop has no mask instructions.
+            # masked blocks first; the loop over the other blocks has no mask instructions
             for _ in cutlass.range(work.num_masked, unroll=1):
                 self.block(True, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
@@ -109,9 +109,9 @@ class SoftmaxWarpgroup:
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
             scale, lse, max_score = self.softmax.finish(tile, state, gaps[place])
-            row_numbers.wait_empty(kv_idx + tile_idx)  # scales before: one per block, one per tile
+            row_numbers.wait_empty(kv_idx + tile_idx)  # earlier scales: one per block and per tile
             row_numbers.write(place, scale)
-            # the record is read again: kept through the loops, it would cost registers there
+            # read the record again, which saves registers in the mainloop
             work = work_ring.wait(tile_idx)
             work_ring.release(tile_idx)
             tile_row = self.group.query_tile(t) * ROWS + device.opaque_copy(row, tile_idx)
@@ -131,11 +131,16 @@ class SoftmaxWarpgroup:
         block_ring: BlockRing,
         bars: ForwardBarriers,
     ) -> None:
-        """Compute P of one block: S from tensor memory, P back to it.
+        """Compute P of one block from S in tensor memory, and store P back to it.
 
         Args:
             masked: whether the block needs the mask.
-            kv_idx, tile_idx: number of blocks, and of work tiles, of this CTA before this one.
+            kv_idx, tile_idx: indices of the block and the work tile in this CTA.
+            tile: values of the work tile.
+            thread: state of the thread.
+            row_numbers: scales for the correction.
+            block_ring: indices of the kv blocks.
+            bars: mbarriers.
         """
         c, softmax = self.config, self.softmax
         t, row, place, state, gaps = (
@@ -158,7 +163,7 @@ class SoftmaxWarpgroup:
         gaps[place] = gaps[place] * scale + softmax.rounding(scores.peak, state.max[0], factor)
         sums: list[Any] = [None] * softmax.sums
         step = min(wide, P_STEP)
-        # compute a step before the last one is stored, so that the exponential unit stays busy
+        # compute a step before the previous one is stored, so that the MUFU unit stays busy
         ahead = step if softmax.hooks.only_scales and not masked else 0
         pending: list[Any] = []
         for start in range(0, c.block_kv + ahead, step):
@@ -185,7 +190,7 @@ class SoftmaxWarpgroup:
         work: Work,
         tile_row: Int32,
     ):
-        """Write a row's LSE, and its maximum if the config needs it."""
+        """Write LSE of one row, and its maximum if the config needs it."""
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         row = work.q_block * self.config.block_q + tile_row
         if work.split_slot >= 0:

@@ -1,1 +1,1 @@
-"""Define the kernels for Hopper (sm_90a) in CuTe-DSL."""
+"""Attention kernels for Hopper (sm_90a) in CuTe-DSL."""

@@ -1,26 +1,27 @@
-"""Compute the backward on Hopper (sm_90a): a work tile is a kv block, in a loop over its q blocks.
+"""Compute the backward on Hopper (sm_90a): a work tile is a kv block, with a loop over q blocks.
 
-One CTA per SM, persistent. Warpgroup 0 has a warp that loads by TMA, two that add dQ to float32
-sums, and one that clears fully masked kv blocks. The other two warpgroups are consumers of 64 kv
-positions each. For every q block a consumer recomputes S^T = K Q^T and dP^T = V dO^T, computes P
-and dS in registers, and adds dV += P^T dO and dK += dS^T Q from there. The bandwidth of shared
-memory is the limit. So where the variant leaves room, four steps of 16 columns of K come from
-registers, and are read once per kv block.
+The kernel is persistent, with one CTA per SM. In warpgroup 0, one warp loads by TMA, two warps add
+dQ to float32 sums, and one warp writes the gradients of fully masked kv blocks. The other two
+warpgroups are consumers with 64 kv positions each. For every q block a consumer recomputes
+S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV += P^T dO and
+dK += dS^T Q with P and dS from registers. Shared memory bandwidth limits the kernel. If the variant
+leaves registers, four k-steps of 16 columns of K are kept in registers and loaded once per kv
+block.
 
-dS also goes through shared memory, transposed: each consumer reads both halves for its part of
-dQ = dS K. It issues dQ of the q block before. So no consumer waits for the other, and the tensor
-cores have products of one while the other computes. dQ leaves through shared memory by bulk
-reductions.
+dS is also written to shared memory, transposed: each consumer reads both halves for its part of
+dQ = dS K. It issues dQ of the previous q block, so that consumers do not wait for each other and
+the tensor cores have MMAs of one consumer while the other computes. dQ is added to memory through
+shared memory, by bulk reductions.
 
-Work tiles overlap. K has two stages, so that K of the next work tile is loaded early. V has one,
-which is free once dP of the last q block is done. dK and dV leave from registers while the first S
-and dP of the next work tile are computed. The first dQ that the next work tile issues is that of
-the last q block.
+Work tiles overlap. K has two stages, so that K of the next work tile is loaded early. V has one
+stage, which is released after dP of the last q block. dK and dV are written from registers while
+the first S and dP of the next work tile are computed. The next work tile first issues dQ of the
+last q block of the current one.
 
-Query and kv blocks come in ascending order, PARTIAL and FULL mixed; only blocks marked as masked
-run mask instructions. Float32 sums are stored in units of 64 x 64 in the order of the accumulators'
-registers, so that they are read and written in whole cache lines; `backward_postprocess` restores
-the order of rows and columns.
+Query and kv blocks are visited in ascending order, with PARTIAL and FULL blocks mixed. Only blocks
+that need the mask run mask instructions. Float32 sums are stored in units of 64 x 64 in the order
+of the accumulator registers, so that they are read and written in whole cache lines;
+`backward_postprocess` restores the order of rows and columns.
 """
 
 from __future__ import annotations
@@ -80,15 +81,15 @@ from attnkit.templates.sm90.backward_shared import (
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward, init_dp
 
-HELD_STEPS = 4  # steps of 16 columns of K in registers, for variants that leave room
+HELD_STEPS = 4  # k-steps of 16 columns of K in registers, for variants that leave registers
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """Holds what a consumer thread keeps for the whole kernel.
+    """Holds the state of a consumer thread for the whole kernel.
 
     Attributes:
-        mma: operands, accumulators and instructions.
+        mma: operands, accumulators and MMA instructions.
         bars: mbarriers.
         smem: LSE, delta and words in shared memory.
         out: destinations of the results.
@@ -108,17 +109,17 @@ class Consumer:
 
 
 class Backward:
-    """Builds the backward kernel of one configuration and one variant.
+    """Builds the Hopper backward kernel of one configuration and one variant, head dims up to 128.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
 
     Raises:
-        ValueError: the configuration is not supported; the message says what is.
+        ValueError: the configuration is not supported; the message says why.
     """
 
-    storage: Any  # shared memory of a CTA, laid out by `__call__`
+    storage: Any  # struct of a CTA's shared memory, created by `__call__`
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -147,7 +148,7 @@ class Backward:
             self.dq_reduce = FirstWriterReduce(config.chunk)
         self.held_steps = _held_steps(config, hooks)
         if self.lse_in_mma.with_slope and self.held_steps:
-            self.held_steps -= 1  # for K's columns of the slope
+            self.held_steps -= 1  # registers for K's extra columns with the slope
 
     # ------------------------------------------------------------------------------------ host
 
@@ -179,26 +180,27 @@ class Backward:
 
         Args:
             query, key, value, grad_out, grad_key, grad_value: [B, H, S, D] of the config's dtype,
-                the last dimension contiguous, the others' strides and the address multiples of 16
-                bytes. The last two are not written if the config accumulates.
-            lse, delta: float32 [B * H * q blocks * block_q], of `common.preprocess.Preprocess`.
-            sums: float32, zero; those of dQ may hold anything if the config has first writers.
-                First the units of dQ. Then, if the config accumulates, those of dK and of dV; if
-                it joins, dK and dV of every split kv block.
+                with a contiguous last dimension; the other strides and the address are multiples
+                of 16 bytes. With `accumulate`, grad_key and grad_value are not written.
+            lse, delta: float32 [B * H * q blocks * block_q], from `common.preprocess.Preprocess`.
+            sums: float32 sums, zero; with `first_writer`, the sums of dQ need not be zero. First
+                the units of dQ. Then, with `accumulate`, the units of dK and of dV; with `joins`,
+                dK and dV of every split kv block.
             items: the work list, int32 [work tiles, 12], see `WorkItem`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
-            counter: int32 [1 + 8 * split kv blocks], zero; left at zero.
+            counter: int32 [1 + 8 * split kv blocks], zero; the kernel resets it to zero.
             captured: captured tensors.
-            totals: gradients of captured tensors that want one, float32, of their shapes; the
-                kernel adds to them. In a fixed order, int64 with a last dimension of bins, see
-                `common.exact_sums`.
-            order: empty if sums have no order. With first writers alone: int32 flags of the chunks
-                of dQ, zero. In a fixed order: the tensors of `common.semaphore.OrderTable`. Their
-                semaphores, one per chunk of the sums, hold the first turn of their row, those of
-                dK and dV hold 0; the kernel leaves them so.
+            totals: gradients of captured tensors that require grad, float32, in the shapes of the
+                tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
+                bins, see `common.exact_sums`.
+            order: empty if sums have no order. With `first_writer` only: int32 flags of the chunks
+                of dQ, zero. With `sum_order`: the tensors of `common.semaphore.OrderTable`. The
+                semaphores of dQ are initially the first turn of their row, those of dK and dV are
+                0; there is one per chunk of the sums. The kernel restores these values.
             scale: softmax scale.
             group: query heads per kv head.
             ctas: CTAs to launch, at most the number of work tiles.
+            stream: CUDA stream.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
@@ -225,8 +227,8 @@ class Backward:
             factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
-            # Time depends on what lies below 128 KiB: at head dim 128, K, Q and dO. Other halves
-            # cost up to 13 % (docs/hopper.md, "Two halves of shared memory").
+            # Run time depends on which fields are below 128 KiB: at head dim 128, K, Q and dO.
+            # Other orders cost up to 13 % (docs/hopper.md, "Two halves of shared memory").
             k: cute.struct.Align[
                 cute.struct.MemRange[dtype, 2 * c.k_stages * ROWS * head_dim], 1024
             ]
@@ -288,7 +290,7 @@ class Backward:
         order: list,
         sizes: tuple,
     ):
-        """Set up shared memory and barriers, then run the role of the warp (`backward_shared`)."""
+        """Set up shared memory and barriers, then branch to the warp's role (`backward_shared`)."""
         c = self.config
         problem, (grad_key, grad_value) = Problem(*sizes), grads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -324,7 +326,7 @@ class Backward:
             self.lse_in_mma.write_factors(factors, problem.scale, warp)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
+        cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(c.producer_registers)
@@ -358,7 +360,7 @@ class Backward:
         results: Results,
         problem: Problem,
     ):
-        """Run a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile."""
         c, p, info = self.config, problem, smem.info
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -371,30 +373,30 @@ class Backward:
         mma = consumer.mma
         q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
         sums = self.captured_grads.begin(totals)
-        q_count, kv_count = Int32(0), Int32(0)  # blocks and work tiles before
-        note = (Int32(0), Int32(0))  # where dQ of the q block before goes, and whose turn it is
-        for acc in (mma.dk, mma.dv):  # defined before the loop, whose first products overwrite them
+        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
+        note = (Int32(0), Int32(0))  # chunk and turn of the previous q block's dQ
+        for acc in (mma.dk, mma.dv):  # defined before the loop, whose first MMAs overwrite them
             acc.fill(0.0)
         cute.arch.mbarrier_wait(bars.load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
-            # prologue: part of K to registers, the first q block
+            # prologue: load part of K to registers, process the first q block
             for k in cutlass.range_constexpr(self.held_steps):
                 mma.load_k(k, kv_count & 1)
             record = record_of(c, kv_count & 1)
-            if const_expr(self.lse_in_mma.with_slope):  # K's columns change with the head
+            if const_expr(self.lse_in_mma.with_slope):  # K's extra columns depend on the head
                 where = info[record + WorkTile.BATCH], info[record + WorkTile.HEAD]
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
                 self.lse_in_mma.write_slope(mma.lse[0], site)
-            # S and dP of this work tile run while dK and dV of the one before are written
+            # S and dP of this work tile run while dK and dV of the previous one are written
             block = self.start_block(True, consumer, q_count, kv_count)
             kv_block, h, b, count = (
                 info[record + i]
                 for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
             )
             turn = kv_block if const_expr(c.sum_order) else Int32(0)
-            # chunk and turn of dQ of the kv block's first q block
+            # chunk of the head's first q block in dQ, and turn of the kv block
             place = ((b * p.heads + h) * q_chunks + wg, turn)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
@@ -416,12 +418,12 @@ class Backward:
             kv_count += 1
             cute.arch.mbarrier_wait(bars.load.k_full + (kv_count & 1), k_phase(c, kv_count))
             valid = info[record_of(c, kv_count & 1) + WorkTile.VALID]
-        # the last work tile has no next one to do this
+        # epilogue of the last work tile; for other work tiles, the next one does this
         if kv_count > 0:
             mma.issue_dq(bars, q_count - 1, kv_count - 1)
             warpgroup.wait_group(0)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-            free = not c.accumulate  # otherwise `write_dk_dv` has waited
+            free = not c.accumulate  # in that case `write_dk_dv` has already waited
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
         self.epilogue.finish(out)
 
@@ -431,10 +433,10 @@ class Backward:
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
         out: Outputs, row0: Int32,
     ) -> Consumer:  # fmt: skip
-        """Create operands and accumulators, and the copy of dS to shared memory."""
+        """Create the operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
         overwrite, accumulate = (TiledMmas(*m) for m in mmas)
-        # set once: the value behind a set() in a helper must not leave the helper's region
+        # set once here: a value that is set in a helper cannot be used outside of its region
         for first, further in zip(overwrite, accumulate, strict=True):
             first.set(warpgroup.Field.ACCUMULATE, False)
             further.set(warpgroup.Field.ACCUMULATE, True)
@@ -450,11 +452,12 @@ class Backward:
         return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
 
     def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
-        """Issue S and dP of a q block; at a work tile's first, also write dK and dV before it.
+        """Issue S and dP of a q block; at a work tile's first, also write the previous dK and dV.
 
         Args:
-            first: whether it is the first of its work tile.
-            q_count, kv_count: blocks and work tiles before.
+            first: whether this is the first q block of its work tile.
+            w: state of the thread.
+            q_count, kv_count: indices of the q block and the work tile.
         """
         c, mma, load, out = self.config, w.mma, w.bars.load, w.out
         s, phase, rounded = q_stage(c, q_count), q_phase(c, q_count), c.rounded
@@ -467,13 +470,13 @@ class Backward:
         word = w.smem.info[s]
         warpgroup.fence()
         mma.issue_s(s, kv_count & 1)
-        if first:  # leaves all groups in flight: tells the assembler that dK and dV are not
+        if first:  # waits for nothing, but tells the assembler that dK and dV are complete
             warpgroup.wait_group(1)
-            if rounded:  # dP as well would take registers
+            if rounded:  # before dP, to save registers
                 self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
         if first or rounded:
             cute.arch.mbarrier_wait(load.do_full + s, phase)
-        if first:  # V comes last
+        if first:  # V is loaded last
             cute.arch.mbarrier_wait(load.v_full + out.wg, kv_count & 1)
             if not rounded:
                 init_dp(mma.dp, delta)
@@ -488,18 +491,23 @@ class Backward:
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
         sums: CapturedSums, place: Any, q_count: Int32, kv_count: Int32, note: Any,
     ) -> Any:  # fmt: skip
-        """Compute P and dS of a q block; issue its dV and dK, and dQ of the block before.
+        """Compute P and dS of a q block, and issue its dV and dK and the previous q block's dQ.
 
         Args:
-            first, last: whether it is the first and the last of its work tile.
-            place: the first chunk of dQ of the kv block, and its turn.
-            note: chunk and turn of dQ of the block before, maybe of the work tile before.
+            first, last: whether this is the first and the last q block of its work tile.
+            w: state of the thread.
+            block: the q block.
+            tile: values of the kv block.
+            sums: sums of the gradients of captured tensors.
+            place: chunk of the head's first q block in dQ, and turn of the kv block.
+            q_count, kv_count: indices of the q block and the work tile.
+            note: chunk and turn of the previous q block's dQ, possibly from the previous work tile.
 
         Returns:
-            Chunk and turn of its own dQ.
+            Chunk and turn of this q block's dQ.
         """
         c, mma, bars, out = self.config, w.mma, w.bars, w.out
-        # P and dS as A operands, in the order of the accumulator of S
+        # P and dS as A operands, viewed in the layout of the accumulator of S
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds, mma.s)
         s, phase = q_stage(c, q_count), q_phase(c, q_count)
         v_empty = bars.load.v_empty + out.wg
@@ -508,17 +516,17 @@ class Backward:
             self.release_last(last, v_empty)
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
         else:
-            warpgroup.wait_group(1)  # S is there; dP runs during the exponentials
+            warpgroup.wait_group(1)  # S is complete; dP runs during the exponentials
             self.softmax.compute_p(block, tile, mma.s, mma.s, p)
-            warpgroup.wait_group(0)  # dP is there
+            warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
             self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
-        # wait until both consumers have read dS of two blocks before
+        # wait until both consumers have read dS of the block that used this stage before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(
             w.ds_copy, w.ds_thread.retile(ds), w.ds_smem[None, None, None, s * CONSUMERS + out.wg]
         )
-        # wgmma of both consumers reads it by the async proxy
+        # wgmma of both consumers reads dS by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         device.arrive(bars.ds_full + s)
@@ -526,35 +534,35 @@ class Backward:
         mma.issue_dv(s, first)
         if (
             first
-        ):  # the kernel's first block has none before: it issues its own dQ, which is not sent
+        ):  # the kernel's first block has no previous one: it issues its own dQ, which is not sent
             mma.issue_dq(bars, _before(q_count), _before(kv_count))
         else:
             mma.issue_dq(bars, q_count - 1, kv_count)
         mma.issue_dk(s, first)
-        warpgroup.wait_group(1)  # dQ is there; dK runs
+        warpgroup.wait_group(1)  # dQ is complete; dK runs
         if first:
             self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count)
         else:
             next_chunk = place[0] + 2 * (block.word >> 2)
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, next_chunk=next_chunk)
         warpgroup.wait_group(0)
-        # every lane, as each has read LSE and delta
+        # every lane arrives, because every lane has read LSE and delta
         cute.arch.mbarrier_arrive(bars.load.q_empty + s)
         cute.arch.mbarrier_arrive(bars.load.do_empty + s)
         return place[0] + 2 * (block.word >> 2), place[1]
 
     @cute.jit
     def release_last(self, last: cutlass.Boolean, barrier: cute.Pointer):
-        """Release V of the work tile if this block was its last."""
+        """Release V of the work tile by arriving at `barrier`, if `last` is set."""
         if last:
             device.arrive(barrier)
 
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
-    """Return how many steps of 16 columns of K the variant leaves registers for."""
+    """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
     if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score:
         return 0
-    # a mask that is evaluated for every score takes registers, as a block of 128 rows does
+    # a mask that is evaluated per score needs registers, and so does a q block of 128 rows
     by_element = hooks.has_mask and hooks.intervals is None
     return 0 if config.rounded and by_element else HELD_STEPS
 

@@ -1,10 +1,10 @@
-"""Add slope * (kv - q), as ALiBi does, to the exponents of the Hopper backward.
+"""Add slope * (kv - q) (ALiBi) to the exponents of the Hopper backward.
 
-A thread has two columns and many rows. Where the products contain the part that depends on the row
-(`backward_lse_in_mma`), it needs one number per column and block. Otherwise it needs one number
-for all elements of equal q - kv, a multiply-add each. Either number is the addend of the
-multiply-add by the scale. Terms are relative to a block, and rounded to float32 at that size. The
-slope is read once per kv block.
+A thread has two columns and many rows. If the MMAs include the part that depends on the row
+(`backward_lse_in_mma`), the thread adds one number per column and block. Otherwise it adds one
+number to all elements of equal q - kv, which costs one FMA per number. Either number is the addend
+of the FMA that applies the scale. The terms are relative to a block, and rounded to float32 at that
+magnitude. The slope is read once per kv block.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Term = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class Alibi:
-    """Adds the terms that are linear in kv - q to the exponents.
+    """Computes the terms of the exponents that are linear in kv - q.
 
     Attributes:
-        hooks: the variant.
+        hooks: hooks of the variant.
         block_q: rows of a q block.
-        rows_in_mma: whether the products contain the part that depends on the row.
+        rows_in_mma: whether the MMAs include the part that depends on the row.
     """
 
     hooks: BackwardHooks
@@ -38,11 +38,11 @@ class Alibi:
     rows_in_mma: bool
 
     def terms(self, block: QBlock, tile: KvBlock) -> Term | None:
-        """Return the distance terms of a block's exponents that the products do not contain.
+        """Return the distance terms of a block's exponents that the MMAs do not include.
 
         Returns:
             A function of an element's step (its q - kv minus that of the thread's first element)
-            and of its column (0 or 1 of the thread); None if there is no term.
+            and its column (0 or 1 of the thread); None if there is no term.
         """
         slope = self.hooks.distance_term(tile.site, tile.head)
         if slope is None:

@@ -1,9 +1,10 @@
 """Compute gradients of captured tensors in the Hopper backward.
 
-The gradient of a load is summed in registers before it is added in memory: over a whole work tile
-if its index is known per head or per column, over the columns of a warp if per row, along the
-diagonals of a warp (`Diagonals`) if it depends on q - kv. Any other load is added element by
-element. All sums are float32, or exact in memory where sums have an order (`common.exact_sums`).
+The gradient of a load is reduced in registers before it is added in memory. The reduction depends
+on the level at which the load's index is known: over a whole work tile for "head" and "column",
+over the columns of a warp for "row", along the diagonals of a warp (`Diagonals`) for "relative"
+(q - kv). Gradients of other loads are added element by element. All sums are float32, or exact in
+memory if sums have an order (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
 
-# values that a thread sums over a work tile, by the level of the load
+# number of values that a thread sums over a work tile, by the level of the load
 RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
 
 
@@ -30,8 +31,8 @@ class CapturedSums:
     """Holds the sums of gradients of captured tensors, in registers and in memory.
 
     Attributes:
-        running: f32 [values of `RUNNING`] a thread, over a work tile.
-        totals: the gradients in memory, see `Backward.__call__`.
+        running: f32 [values of `RUNNING`] per thread, sums over a work tile.
+        totals: the gradients in global memory, see `Backward.__call__`.
     """
 
     running: cute.Tensor
@@ -39,9 +40,10 @@ class CapturedSums:
 
 
 class CapturedGrads(ExactSums):
-    """Adds up the gradients of captured tensors.
+    """Accumulates the gradients of captured tensors.
 
     Args:
+        config: compile-time configuration.
         softmax: recomputes P, with mod and mask.
     """
 
@@ -68,7 +70,7 @@ class CapturedGrads(ExactSums):
         ds: cute.Tensor,
         sums: CapturedSums,
     ):
-        """Call `compute`, with the mask where this block needs it."""
+        """Call `compute`, with the mask if the block needs it."""
         if (block.word & APPLY_MASK) != 0:
             self.compute(block, True, tile, scores, p, dp, ds, sums)
         else:
@@ -88,10 +90,15 @@ class CapturedGrads(ExactSums):
         """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
 
         Args:
-            masked: whether to apply the mask and the ends of the tensors. None: `p` holds P
-                already, 0 where masked, and is not written.
-            scores: f32 S, raw.
+            block: the q block.
+            masked: whether to apply the mask and the ends of the tensors. None if `p` already
+                contains masked P; it is then not written.
+            tile: values of the kv block.
+            scores: f32 S, raw scores.
+            p: P in the dtype.
             dp: f32 dP - delta.
+            ds: dS in the dtype, written.
+            sums: sums of the gradients of captured tensors.
         """
         softmax, learned = self.softmax, self.hooks.gradient_levels
         site, head, columns = tile.site, tile.head, tile.columns
@@ -99,7 +106,7 @@ class CapturedGrads(ExactSums):
         pairs, results = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
         bits = softmax.mask_bits(block, tile, first) if masked else []
         diagonals: list[Any] = [Diagonals() if level == "relative" else None for level in learned]
-        d0 = first - tile.first_column  # of columns beyond the end too: the lanes count from it
+        d0 = first - tile.first_column  # not clamped to the tensors: lanes are offset from it
         shared: dict[Any, Any] = {}
         terms = softmax.alibi.terms(block, tile)
         for g in range(cute.size(scores) // 4):
@@ -114,7 +121,7 @@ class CapturedGrads(ExactSums):
             grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
             dscores, values = self.hooks.dscore(site, head, rows, columns, grads)
             if masked is None:
-                keep = None  # P alone was masked: more selections would take registers
+                keep = None  # mask only P: more selections would need more registers
             dscores = _select(keep, dscores)
             for k in range(2):
                 if masked is not None:
@@ -133,11 +140,14 @@ class CapturedGrads(ExactSums):
                 self._add_along(i, one.rest(), d0, site, sums)
 
     def _add_along(self, i: int, diagonals: Any, d0: Any, site: Any, sums: CapturedSums) -> None:
-        """Add sums along diagonals to the gradient in memory.
+        """Add sums along diagonals to the gradient of load `i` in memory.
 
         Args:
+            i: index of the load.
             diagonals: (diagonal, sum) of this lane, as `Diagonals.take` returns them.
             d0: q - kv of the thread's first element.
+            site: position of the tile.
+            sums: sums of the gradients of captured tensors.
         """
         total = sums.totals[self.hooks.gradient_slots[i]]
         lane = cute.arch.lane_idx()
@@ -153,7 +163,7 @@ class CapturedGrads(ExactSums):
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
         sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of load i at four scores, in registers or in memory."""
+        """Add the gradients of load `i` at four scores, in registers or in memory."""
         total, running = sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level == "head":
             running[at] = running[at] + ((values[0] + values[1]) + (values[2] + values[3]))
@@ -164,7 +174,7 @@ class CapturedGrads(ExactSums):
             low, high = values[0] + values[2], values[1] + values[3]
             lane = cute.arch.lane_idx()
             upper = (lane & 16) != 0
-            # lanes that differ in bits 2 to 4 have the same rows: half of them take each
+            # lanes that differ in bits 2 to 4 have the same two rows: each half reduces one row
             own, other = cutlass.select_(upper, high, low), cutlass.select_(upper, low, high)
             own = own + cute.arch.shuffle_sync_bfly(other, 16)
             own = own + cute.arch.shuffle_sync_bfly(own, 8)
@@ -179,7 +189,7 @@ class CapturedGrads(ExactSums):
                 self.add_where(value != Float32(0.0), total, place, value)
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
-        """Add the sums of a work tile to the gradients in memory."""
+        """Add the register sums of a work tile to the gradients in memory."""
         if not self.hooks.gradient_levels:
             return
         site, columns, running, at = tile.site, tile.columns, sums.running, 0
@@ -197,18 +207,19 @@ class CapturedGrads(ExactSums):
 
 
 def _select(keep: Any, values: list[Any]) -> list[Any]:
-    """Return the values that the mask keeps, 0 for the others; all if `keep` is None."""
+    """Return `values` with 0 where `keep` is False; unchanged if `keep` is None."""
     if keep is None:
         return values
     return [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(keep, values, strict=True)]
 
 
 class Diagonals:
-    """Adds values along the diagonals of a warp's scores: 16 columns, eight rows at a time.
+    """Sums values along the diagonals of a warp's scores: 16 columns, eight rows at a time.
 
-    A group of eight rows and eight columns is rotated, its column r by r rows, so that each lane
-    gets two values of the same diagonals whatever its column; values that wrap around belong to the
-    group before. The eight lanes of equal rows then sum them; each keeps one of eight groups.
+    A group of eight rows and eight columns is rotated: column r by r rows. The eight lanes that
+    held the same two rows then hold values of the same two diagonals. Values that wrap around
+    belong to the previous group. These lanes sum their values, and each lane keeps the sums of one
+    group in eight.
     """
 
     def __init__(self) -> None:
@@ -221,20 +232,24 @@ class Diagonals:
         zero = Float32(0.0)
         self.carry, self.last = [zero, zero], [zero, zero]
         self.waiting: dict[int, Any] = {}
-        self.group = -2  # of the next result, whose first diagonal is 8 times that
+        self.group = -2  # group of the next result; its first diagonal is 8 times this
 
     def take(self, values: Any) -> list[Any]:
-        """Add the next eight rows: values of (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+        """Add the thread's four values in the next eight rows.
+
+        Args:
+            values: at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
 
         Returns:
-            The complete sums of this lane: (diagonal, counted from the warp's first element, sum).
+            The complete sums of this lane as (diagonal, sum); the diagonal is relative to that of
+            the warp's first element.
         """
         low = [self.carry[k] + values[2 + k] for k in range(2)]
         self.carry = [values[0], values[1]]
         return self._rotate(low)
 
     def rest(self) -> list[Any]:
-        """Return the sums that are left after the last rows, as `take` does."""
+        """Return the remaining sums after the last rows, in the form of `take`."""
         done = self._rotate(self.carry) + self._rotate([Float32(0.0)] * 2)
         bit = 1
         while self.waiting:
@@ -245,7 +260,7 @@ class Diagonals:
         return done
 
     def _rotate(self, pair: list[Any]) -> list[Any]:
-        """Rotate a group of eight rows, and merge the one that is complete."""
+        """Rotate a group of eight rows, merge the previous group, and return complete sums."""
         sent = [cutlass.select_(self.odd, pair[1 - k], pair[k]) for k in range(2)]
         now = [cute.arch.shuffle_sync(x, at) for x, at in zip(sent, self.sources, strict=True)]
         both = zip(self.wraps, now, self.last, strict=True)
@@ -255,7 +270,7 @@ class Diagonals:
         return self._merge(done, 1, self.group - 1)
 
     def _merge(self, pair: list[Any], bit: int, group: int) -> list[Any]:
-        """Sum over the lanes, as in a binary counter: results of two groups make one."""
+        """Sum `pair` over the lanes like a binary counter: results of two groups make one."""
         if bit == 8:
             lane = self.lane
             mine = (lane >> 4 & 1) | (lane >> 2 & 2) | (lane & 4)

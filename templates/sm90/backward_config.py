@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from attnkit.templates.sm90.config import SMEM_BYTES
 
 UNIT = 64 * 64  # floats in a unit of a float32 sum
-ROWS = 64  # rows of a warpgroup's products
+ROWS = 64  # M of one wgmma
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Holds the sizes and switches of the backward kernel for head dims up to 128.
+    """Holds the sizes and switches of the Hopper backward kernel for head dims up to 128.
 
     Attributes:
-        dtype: "bfloat16" or "float16", of all inputs and gradients.
-        head_dim, head_dim_v: head_dim and head_dim_v as computed: those of the tensors, padded with
-            zeros to 64 or 128.
+        dtype: dtype of all inputs and gradients, "bfloat16" or "float16".
+        head_dim, head_dim_v: head_dim and head_dim_v as the kernel computes them: those of the
+            tensors, padded with zeros to 64 or 128.
         block_q: rows of a q block, 64, or 128 with a head_dim of 64.
-        accumulate: dK and dV are added to float32 sums, as query heads share a kv head; otherwise
-            they are stored in the dtype.
-        sum_order: "ascending" or "descending": kv blocks add to the sums in this order, that of the
+        accumulate: add dK and dV to float32 sums, because query heads share a kv head; otherwise
+            store them in `dtype`.
+        sum_order: order in which kv blocks add to the sums, "ascending" or "descending", as in the
             schedule; "" for any order.
-        first_writer: first-writer dQ: of the kv blocks that add to a q block, the first in the list
-            stores its part instead. The others wait for its flag, or for their turn. See
+        first_writer: first-writer dQ: the first kv block in the list that adds to a q block stores
+            its part instead. The others wait for its flag, or for their turn. See
             `attnkit.schedule.first_writer`.
-        less_lse: the tensor cores subtract LSE / scale from S, see `backward_lse_in_mma`; for mods
-            that only add to the score, and nothing that depends on it.
+        less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
+            only add terms to the score that do not depend on the score.
     """
 
     dtype: str = "bfloat16"
@@ -39,9 +39,9 @@ class BackwardConfig:
     first_writer: bool = False
     less_lse: bool = False
 
-    block_kv = 2 * ROWS  # 64 keys of each consumer
-    stages = q_stages = 2  # of the rings of dO and dS, and of Q
-    k_stages = 2  # K of a work tile is still read when the next one's is loaded
+    block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
+    stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
+    k_stages = 2  # the next work tile's K is loaded while this one's is still read
     less_delta = False  # costs 7 % at head dim 128, see docs/hopper.md
     # Registers per thread. 2 * 128 * 240 + 128 * 24 = 64512 of 65536: the producer warpgroup gives
     # up what the consumers get beyond the launch's 168.
@@ -54,29 +54,32 @@ class BackwardConfig:
 
     @property
     def chunk(self) -> int:
-        """Floats of a chunk, which a warpgroup adds to a sum at once: its half of a block of dQ."""
+        """Floats that a warpgroup adds to a sum at once: its half of a block of dQ."""
         return self.block_q * self.head_dim // 2
 
     @property
     def flags(self) -> int | None:
-        """How many flags of 64 rows of dQ are cleared instead of sums; None to clear sums."""
+        """Number of flags per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
         if not self.first_writer:
             return None
         return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
 
     @property
     def words(self) -> tuple[int, int]:
-        """Float32 words of a row's LSE, and of its delta."""
+        """Float32 words of (LSE, delta) per row."""
         return 4 if self.less_lse else 1, 1
 
     @property
     def rounded(self) -> bool:
-        """Whether dS is computed from P in the dtype: 128 rows leave no registers for float32."""
+        """Whether dS is computed from P rounded to `dtype`.
+
+        With q blocks of 128 rows, no registers are left to keep P in float32.
+        """
         return self.block_q > ROWS
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K twice, V, the rings of Q, dO and dS, dQ, and small tables."""
+        """Shared memory bytes per CTA: K twice, V, the rings of Q, dO and dS, dQ, small tables."""
         rings = self.stages * (self.head_dim + self.head_dim_v + self.block_kv)
         tiles = self.block_kv * (self.k_stages * self.head_dim + self.head_dim_v)
         tiles += self.block_q * rings
@@ -85,7 +88,7 @@ class BackwardConfig:
         return 2 * tiles + 8 * self.chunk + -(-(512 + rows) // 1024) * 1024
 
     def problem(self) -> str | None:
-        """Return why these sizes do not work, or None."""
+        """Return the reason why the config is invalid, or None if it is valid."""
         if self.head_dim not in (64, 128) or self.head_dim_v not in (64, 128):
             return f"head dims of {self.head_dim} and {self.head_dim_v}: expected 64 or 128"
         if self.block_q not in (64, 128) or self.block_q * self.head_dim > 2 * UNIT:

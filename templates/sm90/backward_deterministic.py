@@ -1,18 +1,19 @@
 """Add chunks of dQ, and of shared dK and dV, to their sums in a fixed order, by semaphores.
 
-The order is that of `attnkit.schedule.deterministic_order`: the semaphore of a chunk says whose
-turn it is. With first writers, the first turn stores instead of adding, and nobody clears the sum.
+The order is that of `attnkit.schedule.deterministic_order`: the semaphore of a chunk has the turn,
+the kv block that adds next. With first writers, the first turn stores instead of adding, and the
+sums need not be cleared.
 
-A warp adds a chunk once its turn has come. The turn passes to the next kv block once the chunk has
-landed in memory, which takes as long as a block of products. Meanwhile the warp adds the next
-chunk, if that is ready and has its turn. It does not pass the turn itself, as a fence would wait
-for all copies in flight: it reports chunks that have landed to another warp, which passes their
+A warp adds a chunk once its turn has come. The turn passes to the next kv block once the chunk is
+complete in memory, which takes as long as the MMAs of a block. Meanwhile the warp adds the next
+chunk, if it is ready and has its turn. The warp does not pass the turn itself, because a fence
+would wait for all copies in flight. It reports complete chunks to another warp, which passes their
 turns.
 
-No deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it added. The
-warp that passes turns serves both consumers alternately. A report of one may wait until a chunk of
-the other has landed, which itself waits for earlier work tiles only. Loads and products wait for no
-turn, and run ahead.
+There is no deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it
+added. The warp that passes turns serves both consumers alternately. A report of one consumer may
+wait until a chunk of the other is complete, which itself waits only for earlier work tiles. Loads
+and MMAs do not wait for turns.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
-LANDING = 1000  # nanoseconds in which a chunk lands
+LANDING = 1000  # nanoseconds until a bulk reduction is complete in memory
 LANDED_WORDS = 3  # chunk, turn, following turn: the first words of the note
 
 
@@ -53,7 +54,7 @@ class DeterministicReduce:
     """Adds chunks in the order of their semaphores.
 
     Args:
-        config: `turns` is the order, `firsts` says whether the first turn stores.
+        config: `sum_order` is the order; with `first_writer`, the first turn stores.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -69,13 +70,13 @@ class DeterministicReduce:
         semaphores = order[OrderTable.SEMAPHORE]
         chunk_ready = bars.ready + wg
         release_staging(wg)
-        # ready: a chunk whose turn has come; pending: one in flight, whose turn is to be reported
+        # ready: a chunk whose turn has come; pending: a chunk in flight that is not reported yet
         ready, pending, count = Int32(-1), Int32(-1), Int32(0)
         pending_turn, pending_following = Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
         while chunk >= 0:
             if pending >= 0:
-                # the consumer is slower than the copy: report before waiting for the consumer
+                # if the consumer is slower than the copy, report before waiting for the consumer
                 if not device.try_wait(chunk_ready, phase, LANDING):
                     count = self.report(
                         (pending, pending_turn, pending_following), 0, count, info, bars, wg
@@ -93,7 +94,7 @@ class DeterministicReduce:
                 if pending >= 0 and chunk != ready:
                     ready = poll_turn(semaphores.iterator + chunk, turn, chunk)
                 if chunk != ready:
-                    if pending >= 0:  # others might wait for the report, and this warp for them
+                    if pending >= 0:  # avoid a deadlock: this wait may depend on the report
                         count = self.report(
                             (pending, pending_turn, pending_following), 0, count, info, bars, wg
                         )
@@ -131,12 +132,16 @@ class DeterministicReduce:
         self, pending: tuple, in_flight: Constexpr, count: Int32, info: cute.Tensor,
         bars: ChunkBarriers, wg: Constexpr,
     ):  # fmt: skip
-        """Wait until a chunk has landed, and report it to the warp that passes turns.
+        """Wait until a chunk is complete in memory, and report it to the warp that passes turns.
 
         Args:
-            pending: (chunk, turn, following turn); chunk -1: no more come; following -1: not known.
-            in_flight: how many later chunks may still be in flight.
-            count: how many reports came before.
+            pending: (chunk, turn, following turn). A chunk of -1 means that no more chunks follow,
+                a following turn of -1 that it is not known.
+            in_flight: number of later chunks that may still be in flight.
+            count: number of earlier reports.
+            info: int32 words in shared memory.
+            bars: mbarriers.
+            wg: index of the consumer.
 
         Returns:
             The count for the next report.
@@ -152,9 +157,9 @@ class DeterministicReduce:
 
     @cute.jit
     def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):
-        """Run the warp that passes the turns of landed chunks, alternately of both consumers.
+        """Run the warp that passes the turns of complete chunks, alternately for both consumers.
 
-        Both send equally many.
+        Both consumers send the same number of chunks.
         """
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
@@ -163,14 +168,14 @@ class DeterministicReduce:
                 chunk, turn, following = (
                     info[Word.LANDED + NOTE_WORDS * wg + i] for i in range(LANDED_WORDS)
                 )
-                cute.arch.mbarrier_arrive(bars.landed_ack + wg)  # every lane, as each has read them
+                cute.arch.mbarrier_arrive(bars.landed_ack + wg)  # every lane has read the words
                 if chunk >= 0:
                     self.pass_turn(chunk, turn, following, order)
             count += 1
 
     @cute.jit
     def pass_turn(self, chunk: Int32, turn: Int32, following: Int32, order: list):
-        """Pass the turn of a chunk that has landed to the next kv block."""
+        """Pass the turn of a chunk that is complete in memory to the next kv block."""
         rows, row = order[OrderTable.ROW], chunk >> 1
         low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         if following < 0:  # before the fence, which would delay these loads

@@ -1,7 +1,8 @@
-"""Add chunks of dQ, and of shared dK and dV, to float32 sums in memory, in any order.
+"""Add chunks of dQ, and of shared dK and dV, to float32 sums in global memory, in any order.
 
-A consumer leaves a chunk in shared memory, and a note of where it goes. One warp per consumer adds
-chunks by bulk reductions. `backward_first_writer` and `backward_deterministic` do so in other ways.
+A consumer writes a chunk to shared memory, with a note of its index in the sums. One warp per
+consumer adds chunks by bulk reductions. `backward_first_writer` and `backward_deterministic`
+implement other orders.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attnkit.templates.sm90.backward_shared import (
 
 
 class Reduce(Protocol):
-    """Adds the chunks of a consumer to sums in memory."""
+    """Adds the chunks of a consumer to sums in global memory."""
 
     def run(
         self, wg: int, staging: Any, info: Any, bars: ChunkBarriers, sums: Any, order: Any
@@ -29,17 +30,17 @@ class Reduce(Protocol):
         """Run the warp that adds a consumer's chunks.
 
         Args:
-            wg: number of the consumer.
-            staging: f32 [2, chunk] in shared memory, a chunk of each consumer.
+            wg: index of the consumer.
+            staging: f32 [2, chunk] in shared memory, one chunk per consumer.
             info: int32 words in shared memory, with the notes.
-            bars: mbarriers, used for a fixed order only.
-            sums: float32 sums in memory, by chunks.
+            bars: mbarriers, used only for a fixed order.
+            sums: float32 sums in global memory, by chunks.
             order: flags or semaphores of the chunks, see `Backward.__call__`.
         """
 
 
 class DqReduce:
-    """Adds chunks in any order to sums that are zero before.
+    """Adds chunks in any order to sums that are initially zero.
 
     Args:
         chunk: floats per chunk.
@@ -63,7 +64,7 @@ class DqReduce:
             if chunk >= 0:
                 add_chunk(sums.iterator + Int64(chunk) * size, staging + wg * size, size)
                 with cute.arch.elect_one():
-                    # wait until the bulk copy has read shared memory; it may reach the sum later
+                    # wait until the bulk reduction has read shared memory; it may complete later
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 release_staging(wg)
         with cute.arch.elect_one():
@@ -76,17 +77,17 @@ def wait_staging(wg: Any) -> None:
 
 
 def release_staging(wg: Any) -> None:
-    """Let a consumer write its next chunk."""
+    """Signal a consumer that it may write its next chunk."""
     cute.arch.barrier_arrive(barrier_id=NamedBarrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
 
 
 def read_note(info: cute.Tensor, wg: Any, word: ChunkNote) -> Any:
-    """Return a word of a consumer's note."""
+    """Return word `word` of a consumer's note."""
     return info[Word.NOTE + NOTE_WORDS * wg + word]
 
 
 def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
-    """Issue the bulk copy of `size` floats from shared to global memory, as one group."""
+    """Issue the bulk copy of `size` floats from shared to global memory, as one bulk group."""
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
@@ -96,7 +97,7 @@ def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
 
 
 def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
-    """Issue the bulk addition of `size` floats in shared memory to a sum, as one group."""
+    """Issue the bulk reduction of `size` floats from shared to global memory, as one bulk group."""
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",

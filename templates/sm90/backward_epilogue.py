@@ -1,8 +1,8 @@
-"""Hand on dQ of each q block, and write dK and dV of each kv block, in the Hopper backward.
+"""Send dQ of each q block, and write dK and dV of each kv block, in the Hopper backward.
 
-dK and dV are rounded and written in whole rows, through the staging memory of dQ: the memory of K
-and V holds the next work tile already. Where several work tiles share a kv block, each adds its
-part to float32 sums, and the last one to do so rounds and writes the sums. Another warp writes
+dK and dV are rounded and written in whole rows, through the staging memory of dQ, because the
+memory of K and V already contains the next work tile. If several work tiles share a kv block, each
+adds its part to float32 sums, and the last one rounds and writes the sums. Another warp writes
 zeros for fully masked kv blocks.
 """
 
@@ -34,10 +34,10 @@ from attnkit.templates.sm90.backward_shared import (
 
 VECTOR = 8  # elements of 16 bytes
 SQUARE = 64 * 64  # elements of a swizzled square of shared memory
-# Counters of a split kv block, one per consumer warp: how many parts have been added. The host
-# allocates them (`splice.backward_work`), after the counter of the work list.
+# Counters per split kv block, one for each consumer warp: the number of parts added so far. The
+# host allocates them (`splice.backward_work`) after the counter of the work list.
 COUNTERS = CONSUMERS * WARPS
-LANE_STRIDE = 4 * WARPGROUP  # floats between two vectors of 16 bytes of a thread in a chunk
+LANE_STRIDE = 4 * WARPGROUP  # floats between two 16-byte vectors of a thread in a chunk
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Results:
 
     Attributes:
         grad_key, grad_value: [S, D, H, B] of the dtype.
-        staging: f32 [2, chunk] in shared memory, a chunk of each consumer.
-        sums: float32 sums in memory.
-        counter: int32 in memory, of the work list and of split kv blocks.
+        staging: f32 [2, chunk] in shared memory, one chunk per consumer.
+        sums: float32 sums in global memory.
+        counter: int32 in global memory, counters of the work list and of split kv blocks.
     """
 
     grad_key: cute.Tensor
@@ -60,12 +60,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Holds what a consumer needs to hand on its results.
+    """Holds what a consumer thread needs to send or write its results.
 
     Attributes:
-        to: their destinations.
+        to: destinations of the results.
+        problem: sizes of the launch.
         info: int32 words in shared memory.
-        wg, thread: number of the consumer, and of the thread in it.
+        bars: mbarriers.
+        wg, thread: index of the consumer, and of the thread in it.
     """
 
     to: Results
@@ -77,10 +79,10 @@ class Outputs:
 
 
 class Epilogue:
-    """Hands on the results of a consumer: chunks of dQ, and dK and dV.
+    """Sends chunks of dQ to the warp that adds them, and writes dK and dV.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -93,22 +95,24 @@ class Epilogue:
     def send_last_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32
     ):
-        """Hand over the last dQ of the previous work tile, if there is one, and release its K."""
+        """Send the last dQ of the previous work tile, if there is one, and release its K."""
         if kv_count > 0:
-            # every lane, as each has read the record
+            # every lane arrives, because every lane has read the record
             cute.arch.mbarrier_arrive(out.bars.load.k_empty + ((kv_count - 1) & 1))
-            free = not self.config.accumulate  # as `write_dk_dv` has waited
+            free = not self.config.accumulate  # in that case `write_dk_dv` has already waited
             self.send_dq(dq, note, out, q_count - 1, free)
 
     def send_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, free: bool = False,
         next_chunk: Any = None,
     ) -> None:  # fmt: skip
-        """Hand over a block's dQ, and release its dS.
+        """Send the dQ of q block `q_count`, and release its dS.
 
         Args:
             dq: f32 [chunk] / 128 threads.
             note: (chunk, turn).
+            out: destinations.
+            q_count: index of the q block.
             free: see `send`.
             next_chunk: the next chunk of the same turn, if it is known.
         """
@@ -117,11 +121,12 @@ class Epilogue:
         self.send(dq, (*note, Int32(-1), *rest), out, free)
 
     def send(self, chunk: cute.Tensor, note: tuple, out: Outputs, free: bool = False) -> None:
-        """Hand over a chunk to the warp that adds it to the sums.
+        """Write a chunk to shared memory and signal the warp that adds it to the sums.
 
         Args:
             chunk: f32 [chunk] / 128 threads.
             note: words of `ChunkNote`.
+            out: destinations.
             free: whether that warp is known to have read the previous chunk.
         """
         count = self.config.chunk // LANE_STRIDE
@@ -135,12 +140,12 @@ class Epilogue:
                 start.align(16), cute.make_layout((4, count), stride=(1, LANE_STRIDE))
             ),
         )
-        # bulk copies read shared memory by the async proxy
+        # bulk reductions read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         self.announce(out)
 
     def announce(self, out: Outputs) -> None:
-        """Signal the warp that adds chunks: a note is written."""
+        """Signal the warp that adds chunks that a note is written."""
         if self.config.sum_order:
             cute.arch.sync_warp()
             device.arrive(out.bars.chunk.ready + out.wg)
@@ -150,14 +155,14 @@ class Epilogue:
             )
 
     def finish(self, out: Outputs) -> None:
-        """Tell the warp that adds chunks that no more come."""
+        """Signal the warp that adds chunks that no more chunks follow."""
         wait_staging_empty(out.wg)
         self.write_end(out.info, out.wg, out.thread)
         self.announce(out)
 
     @cute.jit
     def write_note(self, info: cute.Tensor, note: tuple, wg: Int32, thread: Int32):
-        """Write the note of a chunk; thread 0 does."""
+        """Write the note of a chunk to shared memory, by thread 0 of the consumer."""
         if thread == 0:
             at = Word.NOTE + NOTE_WORDS * wg
             info[at + ChunkNote.CHUNK] = note[0]
@@ -169,7 +174,7 @@ class Epilogue:
 
     @cute.jit
     def write_end(self, info: cute.Tensor, wg: Int32, thread: Int32):
-        """Write the note that no more chunks come; thread 0 does."""
+        """Write the note that no more chunks follow, by thread 0 of the consumer."""
         if thread == 0:
             info[Word.NOTE + NOTE_WORDS * wg] = Int32(-1)
 
@@ -181,6 +186,8 @@ class Epilogue:
 
         Args:
             dk, dv: f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
+            out: destinations.
+            kv_count: index of the current work tile.
         """
         if kv_count > 0:
             info, wg = out.info, out.wg
@@ -201,33 +208,36 @@ class Epilogue:
                         complete = self.join(dk, dv, split, parts, out)
                 wait_staging_empty(wg)
                 if complete != 0:
-                    # times 1, read late: early addresses would take registers through all blocks
+                    # VALID is 1. Its late read delays the address computation, which would
+                    # otherwise take registers through the mainloop.
                     lane = cute.arch.lane_idx() * info[record + WorkTile.VALID]
                     self.write(dv, out.to.grad_value, place, None, out.to.staging, wg, lane)
                     self.write(
                         dk, out.to.grad_key, place, out.problem.scale, out.to.staging, wg, lane
                     )
-                # all warps have read the staging memory before dQ goes there
+                # all warps have read the staging memory before the next dQ is written to it
                 cute.arch.barrier(
                     barrier_id=NamedBarrier.EPILOGUE + wg, number_of_threads=WARPGROUP
                 )
 
     @cute.jit
     def join(self, dk: cute.Tensor, dv: cute.Tensor, split: Int32, parts: Int32, out: Outputs):
-        """Add a consumer's dK and dV to sums of a split kv block; the last part loads the sums.
+        """Add a consumer's dK and dV to the sums of a split kv block; the last part loads the sums.
 
-        Each warp acts by itself: no other warp has its rows.
+        Each warp works independently, because no other warp has its rows.
 
         Args:
-            split: number of the block among the split ones.
+            dk, dv: f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
+            split: index of the kv block among the split ones.
             parts: number of its work tiles.
+            out: destinations.
 
         Returns:
-            1 in a warp whose registers hold the sums of all parts now, else 0.
+            1 in a warp whose registers now contain the sums of all parts, else 0.
         """
         c, p = self.config, out.problem
         blocks = (p.q_len + c.block_q - 1) // c.block_q
-        own = ROWS * (c.head_dim + c.head_dim_v)  # floats of a consumer
+        own = ROWS * (c.head_dim + c.head_dim_v)  # floats per consumer
         at = Int64(p.batch * p.heads * blocks) * (c.block_q * c.head_dim)
         at = at + Int64(CONSUMERS * split + out.wg) * own
         start = (out.to.sums.iterator + (at + out.thread * 4)).toint()
@@ -238,9 +248,9 @@ class Epilogue:
         arrived = out.to.counter.iterator + (1 + COUNTERS * split + WARPS * out.wg + warp)
         before = Int32(0)
         if cute.arch.lane_idx() == 0:
-            # release: the sums of this part; acquire: those of the others
+            # release this part's sums; acquire the sums of the other parts
             before = cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu")
-            if before == parts - 1:  # left at zero for the next launch
+            if before == parts - 1:  # reset to zero for the next launch
                 cute.arch.store(arrived, Int32(0), sem="relaxed", scope="gpu")
         before = cute.arch.shuffle_sync(before, 0)
         cute.arch.sync_warp()
@@ -255,6 +265,7 @@ class Epilogue:
         """Return (first chunk, chunks per 64 rows) for dK and for dV of a kv block.
 
         Args:
+            p: sizes of the launch.
             place: the kv block, head and batch element.
         """
         c = self.config
@@ -272,7 +283,7 @@ class Epilogue:
     def add_shared(
         self, dk: cute.Tensor, dv: cute.Tensor, place: tuple, record: Int32, out: Outputs
     ) -> None:
-        """Send a consumer's dK and dV to sums that the query heads of a kv head share."""
+        """Send a consumer's dK and dV to the sums that the query heads of a kv head share."""
         turn = out.info[record + WorkTile.TURN]
         turns = out.info[record + WorkTile.NUM_TURNS]
         following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
@@ -291,7 +302,7 @@ class Epilogue:
         wg: Int32,
         lane: Int32,
     ) -> None:
-        """Round a consumer's dK or dV and write it; each warp uses its own part of shared memory.
+        """Round a consumer's dK or dV and write it, each warp through its part of `staging`.
 
         Args:
             acc: f32 [64, head_dim] / 128 threads.
@@ -299,17 +310,18 @@ class Epilogue:
             place: the kv block, head and batch element.
             factor: multiplies the values; None for 1.
             staging: the staging memory of dQ, which the warp that adds dQ must not be reading.
-            lane: number of the thread in its warp.
+            wg: index of the consumer.
+            lane: index of the thread in its warp.
         """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         kv_block, h, b = place
         squares, room = cute.size(acc) // 32, self.config.chunk * 4 // (2 * SQUARE)
         start = cute.recast_ptr(staging + wg * self.config.chunk, dtype=self.dtype)
-        # squares of 64 x 64 with rows of 128 bytes; their units of 16 bytes are swizzled by row
+        # squares of 64 x 64 with rows of 128 bytes, whose 16-byte vectors are swizzled by row
         own_row = (16 * warp + lane % 16) * 64
         first = kv_block * self.config.block_kv + wg * ROWS + 16 * warp + lane // 8
         column = lane % 8 * VECTOR
-        # computed once: an address from four coordinates takes as many instructions as the rest
+        # computed once: an address from four coordinates costs as much as the rest of this method
         base = cute.domain_offset((first, column, h, b), target).iterator
         for left in range(0, squares, room):
             batch = range(left, min(left + room, squares))
@@ -346,7 +358,7 @@ class Epilogue:
     def clear_masked(self, items: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor):
         """Write zeros to dK and dV of fully masked kv blocks, by one warp.
 
-        Shared gradients need none: they come from sums that are zero before.
+        Gradients that query heads share need no zeros, because their sums are initially zero.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -370,7 +382,12 @@ class Epilogue:
 
     @cute.jit
     def zero(self, target: cute.Tensor, place: tuple):
-        """Write zeros to a kv block of a gradient, by one warp."""
+        """Write zeros to a kv block of a gradient, by one warp.
+
+        Args:
+            target: the gradient, [S, D, H, B].
+            place: the kv block, head and batch element.
+        """
         kv_block, h, b = place
         lane = cute.arch.lane_idx()
         vectors = target.shape[1] // VECTOR
@@ -390,7 +407,7 @@ def wait_staging_empty(wg: Any) -> None:
 
 
 def add_all(acc: cute.Tensor, start: Any) -> None:
-    """Add an accumulator to sums in memory that have its order, 16 bytes per thread at a time."""
+    """Add an accumulator to sums of the same layout in global memory, 16 bytes per thread."""
     for i in range(0, cute.size(acc), 4):
         cute.arch.inline_ptx(
             f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}}+{512 * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, "
@@ -400,7 +417,10 @@ def add_all(acc: cute.Tensor, start: Any) -> None:
 
 
 def load_all(acc: cute.Tensor, start: Any) -> None:
-    """Load the sums of `add_all`, past the L1 cache, which may hold old values."""
+    """Load an accumulator from the sums of `add_all`.
+
+    The loads bypass the L1 cache, which may contain old values.
+    """
     for i in range(0, cute.size(acc), 4):
         words = cute.arch.inline_ptx(
             f"ld.relaxed.gpu.global.v4.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}+{512 * i}];",
@@ -412,10 +432,10 @@ def load_all(acc: cute.Tensor, start: Any) -> None:
 
 
 def chunk_of(acc: cute.Tensor, i: int, size: int) -> Any:
-    """Return the i-th chunk of an accumulator's columns, f32 [size] / 128 threads."""
+    """Return the `i`-th chunk of an accumulator's columns, f32 [size] / 128 threads."""
     return cute.make_tensor(acc.iterator + size // WARPGROUP * i, chunk_layout(size))
 
 
 def chunk_layout(size: int) -> Any:
-    """Return the layout of a chunk in a thread's registers."""
+    """Return the register layout of a thread's part of a chunk of `size` floats."""
     return cute.make_layout(((2, 2, size // LANE_STRIDE), 1, 1), stride=((1, 2, 4), 0, 0))

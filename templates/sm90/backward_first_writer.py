@@ -1,9 +1,9 @@
 """Store the first part of each dQ chunk instead of adding it, so that dQ needs no memset.
 
-See `attnkit.schedule.first_writer`. A chunk has a flag, 0 until its first part has landed. The warp
-that stores that part waits until it has landed before it takes the next chunk; for a banded mask
-few kv blocks are the first of a row. Other warps look at the flag of the next chunk while they wait
-for that chunk anyway.
+See `attnkit.schedule.first_writer`. A chunk has a flag, which is 0 until its first part is complete
+in memory. The warp that stores the first part waits for its completion before it takes the next
+chunk; for a banded mask few kv blocks are the first of a row. Other warps poll the flag of the next
+chunk while they would wait for that chunk anyway.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from attnkit.templates.sm90.backward_dq_reduce import (
 )
 from attnkit.templates.sm90.backward_shared import FIRST_WRITER, ChunkBarriers, ChunkNote
 
-STORED = 1  # value of a chunk's flag once its first part has landed
+STORED = 1  # value of a chunk's flag once its first part is complete in memory
 
 
 class FirstWriterReduce:
-    """Stores chunks where they are first, and adds them elsewhere.
+    """Stores the first part of each chunk, and adds the other parts.
 
     Args:
         chunk: floats per chunk.
@@ -40,7 +40,7 @@ class FirstWriterReduce:
     ):  # fmt: skip
         """Run the warp that stores or adds a consumer's chunks, see `Reduce.run`.
 
-        The sums of dK and dV, which follow those of dQ, must be zero before.
+        The sums of dK and dV, which follow those of dQ, must be zero initially.
         """
         size, flags = self.chunk, order[OrderTable.SEMAPHORE]
         source = staging + wg * size
@@ -75,11 +75,11 @@ class FirstWriterReduce:
 
     @cute.jit
     def set_flag(self, flag: cute.Pointer):
-        """Set the flag of a chunk once its store has landed in memory."""
+        """Set the flag of a chunk once its store is complete in global memory."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.sync_warp()
-        # orders the bulk copy, of the async proxy, before the flag
+        # orders the bulk copy (async proxy) before the flag
         fence_bulk()
         with cute.arch.elect_one():
             cute.arch.store(flag, Int32(STORED), sem="release", scope="gpu")

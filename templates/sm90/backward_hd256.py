@@ -1,16 +1,17 @@
 """Compute the backward on Hopper (sm_90a) for head dims above 128.
 
-As in `backward`, a CTA takes a kv block and loops over its q blocks. The warpgroup that computes
-the scores of a block has no registers for all of its dK and dV. So a block has 64 positions, and
-the two consumers split the products: S^T = K Q^T and dP^T = V dO^T by rows of the q block, dV +=
-P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS pass through shared memory.
+As in `backward`, a CTA takes a kv block and loops over its q blocks. A warpgroup that computes the
+scores of a block has no registers for all of its dK and dV. A block therefore has 64 positions, and
+the two consumers split the MMAs: S^T = K Q^T and dP^T = V dO^T by rows of the q block; dV +=
+P^T dO, dK += dS^T Q and dQ = dS K by columns. P and dS are exchanged through shared memory.
 
     tensor cores: S dP | dV dQ dK S dP | dV ...
-    P is computed while dP is, dS while dV is; S and dP of the next q block follow dQ and dK.
 
-dQ is added to its float32 sums straight from registers, 512 contiguous bytes per warp instruction,
+P is computed while dP runs, and dS while dV runs. S and dP of the next q block follow dQ and dK.
+
+dQ is added to its float32 sums directly from registers, 512 contiguous bytes per warp instruction,
 while dK and the next S, or the next dP and dV, run. Staging dQ in shared memory would take a third
-of the bandwidth of shared memory, which limits these products.
+of the shared memory bandwidth, which limits these MMAs.
 """
 
 from __future__ import annotations
@@ -61,26 +62,27 @@ from attnkit.templates.sm90.backward_shared import (
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
 
-WAIT_TURN_WARP, PASS_TURN_WARP = 1, 2  # in a fixed order
-GROUP = 512  # floats of a group: 64 rows and 8 columns of a sum
-COLUMNS = 8  # columns of a group
+WAIT_TURN_WARP, PASS_TURN_WARP = 1, 2  # used only if sums have a fixed order
+GROUP = 512  # floats per group: 64 rows and 8 columns of a sum
+COLUMNS = 8  # columns per group
 
 
 @dataclass(frozen=True)
 class Hd256Consumer:
-    """Holds what a consumer thread keeps for the whole kernel.
+    """Holds the state of a consumer thread for the whole kernel.
 
     Attributes:
-        mma: operands and instructions of the products.
+        mma: operands and instructions of the MMAs.
         smem: LSE, delta and words in shared memory.
         turns: mbarriers of the turns.
-        sums: float32 sums in memory.
-        wg, thread: number of the consumer, and of the thread in it.
+        sums: float32 sums in global memory.
+        wg, thread: index of the consumer, and of the thread in it.
         row0: the thread's first row within a q block.
         copy, part: copy of P and dS to shared memory, and the thread's slice of it.
-        p_smem, ds_smem: its targets: dtype [64, block_q / 2, stages] and [64, block_q / 2, 1].
+        p_smem, ds_smem: targets of the copy: dtype [64, block_q / 2, stages] and [64, block_q / 2,
+            1].
         scores: S, f32 [64, block_q / 2] / 128 threads.
-        dp: dP - delta, the same.
+        dp: dP - delta, f32 [64, block_q / 2] / 128 threads.
         dq: a part of dQ, f32 [64, columns] / 128 threads.
         p: P, dtype [64, block_q / 2] / 128 threads.
     """
@@ -103,17 +105,17 @@ class Hd256Consumer:
 
 
 class BackwardHd256:
-    """Builds the backward kernel of one configuration and one variant.
+    """Builds the Hopper backward kernel of one configuration and one variant, head dims above 128.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
 
     Raises:
-        ValueError: the configuration is not supported; the message says what is.
+        ValueError: the configuration is not supported; the message says why.
     """
 
-    storage: Any  # shared memory of a CTA, laid out by `__call__`
+    storage: Any  # struct of a CTA's shared memory, created by `__call__`
 
     def __init__(self, config: Hd256Config, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -126,7 +128,7 @@ class BackwardHd256:
         self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.deterministic = Hd256Deterministic(config)
-        # registers are short: dQ leaves them before P is computed
+        # with few registers left, add dQ to memory before P is computed
         self.tight = bool(hooks.gradient_levels)
 
     # ------------------------------------------------------------------------------------ host
@@ -157,8 +159,8 @@ class BackwardHd256:
     ):
         """Launch the kernel; the arguments are those of `backward.Backward`.
 
-        `order` has two semaphores per q block, of which one is used, then two per kv block for dK,
-        and two for dV.
+        The semaphores of `order` are two per q block, of which one is used, then two per kv block
+        for dK, then two per kv block for dV.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
@@ -186,7 +188,7 @@ class BackwardHd256:
             info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
-            # Time depends on what lies below 128 KiB: at head dim 256, all but dO and V
+            # Run time depends on which fields are below 128 KiB: at head dim 256, all but dO and V
             # (docs/hopper.md, "Two halves of shared memory").
             k: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim], 1024]
             p: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * ROWS * bm], 1024]
@@ -233,9 +235,9 @@ class BackwardHd256:
         totals: list,
         sizes: tuple,
     ):
-        """Set up shared memory and barriers, then run the role of the warp.
+        """Set up shared memory and barriers, then branch to the role of the warp.
 
-        Warp 0 loads, warps 1 and 2 keep the order of sums, warpgroups 1 and 2 compute.
+        Warp 0 loads, warps 1 and 2 keep the order of sums, and warpgroups 1 and 2 are consumers.
         """
         c = self.config
         problem, work = Problem(*sizes), Lists(*lists)
@@ -265,7 +267,7 @@ class BackwardHd256:
                 init_hd256_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()  # all below reads what the preprocess has written
+        cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(c.producer_registers)
@@ -297,7 +299,7 @@ class BackwardHd256:
         order: list,
         problem: Problem,
     ):
-        """Run a consumer warpgroup: products, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile."""
         c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -311,10 +313,10 @@ class BackwardHd256:
         mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
         blocks = (p.q_len + bm - 1) // bm
         kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
-        # q and kv blocks of all heads: offsets of sums and semaphores follow from them
+        # number of q and kv blocks of all heads, for the offsets of sums and semaphores
         q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
         learned = self.captured_grads.begin(totals)
-        q_count = Int32(0)  # blocks before
+        q_count = Int32(0)  # index of the q block
         cute.arch.mbarrier_wait(load.k_full, 0)
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
@@ -329,7 +331,7 @@ class BackwardHd256:
             dv.fill(0.0)
             cute.arch.mbarrier_wait(load.v_full, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
-                # first q block: S, then dP, while P is computed
+                # first q block: S, then dP while P is computed
                 r, s = q_count & 1, q_count & 1
                 cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
@@ -350,7 +352,7 @@ class BackwardHd256:
                     next_scores = self.next_scores(scores)
                     mma.issue_s(next_scores, t)
                     next_word = info[t]
-                    warpgroup.wait_group(2)  # dV and dQ are there; dK and the next S run
+                    warpgroup.wait_group(2)  # dV and dQ are complete; dK and the next S run
                     cute.arch.mbarrier_arrive(load.do_empty + s)
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
@@ -358,7 +360,7 @@ class BackwardHd256:
                         mma.issue_dq(dq, 1)
                     cute.arch.mbarrier_wait(load.do_full + t, ((q_count + 1) >> 1) & 1)
                     mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
-                    # dK and S are there; dP runs, and the second part of dQ if there is one
+                    # dK and S are complete; dP runs, and the second part of dQ if there is one
                     warpgroup.wait_group(c.dq_parts)
                     cute.arch.mbarrier_arrive(load.q_empty + s)
                     if const_expr(c.dq_parts == 2 and self.tight):
@@ -366,7 +368,7 @@ class BackwardHd256:
                         self.add_dq(w, first_row, word, q_count, 1)
                     block = QBlock(next_word, row0, self.rows(smem.lse, t, row0))
                     self.softmax.compute_p(block, tile, next_scores, scores, w.p)
-                    warpgroup.wait_group(1)  # both consumers are done with dS before the barrier
+                    warpgroup.wait_group(1)  # this consumer's MMAs no longer read dS
                     self.write(w, w.p, w.p_smem[None, None, None, t])
                     if const_expr(c.dq_parts == 2 and not self.tight):
                         self.add_dq(w, first_row, word, q_count, 1)
@@ -378,7 +380,7 @@ class BackwardHd256:
                 self.compute_ds(w, word, tile, s, learned)
                 mma.issue_dq(dq, 0)
                 mma.issue_dk(dk, s)
-                warpgroup.wait_group(1)  # dV and dQ are there; dK runs
+                warpgroup.wait_group(1)  # dV and dQ are complete; dK runs
                 cute.arch.mbarrier_arrive(load.do_empty + s)
                 self.add_dq(w, first_row, word, q_count, 0)
                 for part in cutlass.range_constexpr(1, c.dq_parts):
@@ -388,7 +390,7 @@ class BackwardHd256:
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(load.q_empty + s)
                 q_count += 1
-                # here and below, read the record again: through the loop it would take registers
+                # read the record again, here and below, to save registers in the mainloop
                 kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
                 b = info[RECORD + WorkTile.BATCH]
                 origin = kv_block * c.block_kv
@@ -410,7 +412,7 @@ class BackwardHd256:
                         barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP
                     )
             else:
-                # dK and dV leave through the memory of K and V, which both consumers read
+                # dK and dV are stored through the memory of K and V, which both consumers read
                 cute.arch.barrier(
                     barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
                 )
@@ -420,7 +422,7 @@ class BackwardHd256:
                 if warp % WARPS == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
             parity = info[RECORD + WorkTile.VALID] & 1  # of the next work tile
-            # every lane, as each has read the record
+            # every lane arrives, because every lane has read the record
             cute.arch.mbarrier_arrive(load.k_empty)
             cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
@@ -436,7 +438,7 @@ class BackwardHd256:
         self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
         sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
-        """Create operands and accumulators.
+        """Create the operands and accumulators of a consumer thread.
 
         Returns:
             The consumer, and its dK and dV: f32 [64, head_dim / 2] and [64, head_dim_v / 2] / 128
@@ -451,13 +453,13 @@ class BackwardHd256:
                 tiled_mma.get_slice(thread).partition_shape_C((ROWS, columns)), Float32
             )
 
-        # allocated in this order, which decides which registers the assembler takes
+        # the order of these allocations affects the assembler's register allocation
         scores, dp = registers(accumulate.s, bm // 2), registers(accumulate.s, bm // 2)
         dk = registers(accumulate.dk, c.head_dim // 2)
         dv = registers(accumulate.dv, c.head_dim_v // 2)
         dq = registers(accumulate.dq, c.head_dim // 2 // c.dq_parts)
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
-        # set once: the value behind a set() in a helper must not leave the helper's region
+        # set once here: a value that is set in a helper cannot be used outside of its region
         for tiled_mma in overwrite:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for tiled_mma in accumulate:
@@ -482,7 +484,8 @@ class BackwardHd256:
     def next_scores(self, scores: cute.Tensor) -> cute.Tensor:
         """Return registers for S of the next q block, f32 [64, block_q / 2] / 128 threads.
 
-        New ones or those of S, whichever the assembler takes without spills.
+        With gradients of captured tensors these are the registers of `scores`, otherwise new ones;
+        the choice avoids register spills.
         """
         if self.hooks.gradient_levels:
             return scores
@@ -503,10 +506,10 @@ class BackwardHd256:
         self.write(w, w.p, w.p_smem[None, None, None, stage])
 
     def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
-        """Wait for P of both consumers and for dP, and issue dV."""
+        """Wait for P of both consumers and for dP, then issue dV."""
         self.meet()
-        # all groups, before dV: if it had to count groups across iterations, the assembler would
-        # serialise the products
+        # Wait for all groups before dV. If the assembler had to count groups across iterations, it
+        # would serialise the MMAs.
         warpgroup.wait_group(0)
         w.mma.issue_dv(dv, stage)
 
@@ -525,22 +528,22 @@ class BackwardHd256:
         self.meet()
 
     def write(self, w: Hd256Consumer, values: Any, to: Any) -> None:
-        """Write the consumer's half of P or dS to shared memory, for the products of both."""
+        """Write the consumer's half of P or dS to shared memory, for the MMAs of both consumers."""
         cute.copy(w.copy, w.part.retile(values), to)
-        # wgmma of both consumers reads it by the async proxy
+        # wgmma of both consumers reads the values by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        # Makes the assembler wait for the fence here. It would wait only at the barrier, behind the
-        # loop's branch, and then the other warps read old values on an H200.
+        # This makes the assembler wait for the fence here. Otherwise it waits only at the barrier,
+        # after the loop's branch, and the other warps read old values on an H200.
         cute.arch.sync_warp()
 
     def meet(self) -> None:
-        """Wait until the other consumer has written its half of P or dS."""
+        """Synchronise both consumers, so that each sees the other's half of P or dS."""
         cute.arch.barrier(
             barrier_id=Hd256Barrier.BOTH_CONSUMERS, number_of_threads=CONSUMER_THREADS
         )
 
     def announce(self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32) -> None:
-        """Announce the q block whose turn the count-th dQ needs, if sums have a fixed order."""
+        """Announce the q block whose turn the `count`-th dQ needs, if sums have a fixed order."""
         if self.config.sum_order:
             chunk = 2 * (first_row + (word >> 2))
             self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
@@ -548,13 +551,17 @@ class BackwardHd256:
     def add_dq(
         self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32, part: int
     ) -> None:
-        """Add a part of the count-th block's dQ to its sums.
+        """Add one part of the `count`-th q block's dQ to its sums.
 
         Args:
-            first_row: number of the head's first q block.
+            w: state of the thread.
+            first_row: index of the head's first q block.
+            word: word of the q block.
+            count: index of the q block in the CTA.
+            part: index of the part.
         """
         c = self.config
-        row, own = first_row + (word >> 2), c.head_dim // COLUMNS // 2  # groups of a consumer
+        row, own = first_row + (word >> 2), c.head_dim // COLUMNS // 2  # own: groups per consumer
         to = row * (c.head_dim // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
         if c.sum_order and part == 0:
             self.deterministic.may_add(w.turns, count)
@@ -567,11 +574,14 @@ class BackwardHd256:
         kv_tiles: Int32,
         order: Any,
     ) -> None:  # fmt: skip
-        """Add dK and dV to sums that the query heads of a kv head share.
+        """Add dK and dV to the sums that the query heads of a kv head share.
 
         Args:
-            kv_tile: number of the kv block, counted over all kv heads.
-            q_tiles, kv_tiles: numbers of q blocks and of kv blocks, over all heads.
+            w: state of the thread.
+            dk, dv: accumulators.
+            kv_tile: index of the kv block, counted over all kv heads.
+            q_tiles, kv_tiles: number of q blocks and of kv blocks over all heads.
+            order: tensors of `common.semaphore.OrderTable`.
         """
         c, wg, info = self.config, w.wg, w.smem.info
         turn, turns = info[RECORD + WorkTile.TURN], info[RECORD + WorkTile.NUM_TURNS]
@@ -596,11 +606,14 @@ class BackwardHd256:
         """Round a consumer's columns of dK or dV and store them by TMA.
 
         Args:
+            w: state of the thread.
+            mma: the instruction of `acc`.
             acc: f32 [64, columns] / 128 threads.
             smem: dtype [64, columns, 2].
             tma: atoms and tiles of dK and dV.
             which: 0 for dK, 1 for dV.
             place: the kv block, head and batch element.
+            factor: multiplies the values.
         """
         copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma
@@ -611,7 +624,7 @@ class BackwardHd256:
         for i in range(cute.size(pairs)):
             pairs[i] = device.pack(acc[2 * i] * factor, acc[2 * i + 1] * factor, self.dtype)
         cute.copy(copy, thr.retile(rounded), thr.partition_D(smem)[None, None, None, w.wg])
-        # TMA reads it by the async proxy
+        # TMA reads shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + w.wg, number_of_threads=WARPGROUP)
         atoms, tiles = tma
@@ -623,7 +636,7 @@ class BackwardHd256:
     def issue_store(
         self, atom: cute.CopyAtom, source: cute.Tensor, to: cute.Tensor, place: tuple, wg: Int32
     ):
-        """Issue the TMA store of a consumer's columns, by its first warp."""
+        """Issue the TMA store of a consumer's columns from its first warp."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp % WARPS == 0:
             cute.copy(atom, source[None, wg], to[None, place[0], wg, *place[1:]])
@@ -631,7 +644,7 @@ class BackwardHd256:
 
 
 def add(sums: cute.Tensor, acc: cute.Tensor, to: Any, thread: Int32) -> None:
-    """Add an accumulator to sums in memory, from the group with number `to` on."""
+    """Add an accumulator to the sums in global memory, starting at group `to`."""
     start = (sums.iterator + (Int64(to) * GROUP + thread * 4)).toint()
     for i in range(cute.size(acc) // 4):
         cute.arch.inline_ptx(

@@ -12,7 +12,7 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 @dataclass(frozen=True)
 class Hd256Config(BackwardConfig):
-    """Holds the sizes and switches of the backward kernel for head dims above 128.
+    """Holds the sizes and switches of the Hopper backward kernel for head dims above 128.
 
     The attributes are those of `BackwardConfig`; head dims may be any of `HEAD_DIMS`.
     """
@@ -21,7 +21,7 @@ class Hd256Config(BackwardConfig):
     head_dim_v: int = 256
 
     block_kv = ROWS
-    stages = 2  # of dO, and of P
+    stages = 2  # stages of the dO ring and of the P ring
     q_stages = 2
     k_stages = 1
     joins = False
@@ -29,22 +29,22 @@ class Hd256Config(BackwardConfig):
     @property
     def producer_registers(self) -> int:  # type: ignore[override]
         """Registers per thread of the producer warpgroup."""
-        # rows of 192 are loaded in six boxes; turns are looked up
+        # Rows of 192 columns are loaded in six TMA boxes, and turns need table lookups.
         return 40 if 192 in (self.head_dim, self.head_dim_v) else 24
 
     @property
     def consumer_registers(self) -> int:  # type: ignore[override]
-        """Registers per thread of a consumer: those that the producer warpgroup leaves."""
+        """Registers per thread of a consumer warpgroup."""
         return 232 if self.producer_registers == 40 else 240
 
     @property
     def dq_parts(self) -> int:
-        """In how many parts a consumer computes its columns of dQ: all at once would spill."""
+        """Number of parts in which a consumer computes its columns of dQ, to avoid spills."""
         return 2 if self.head_dim > 192 else 1
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: K, V, the rings of Q, dO and P, and dS."""
+        """Shared memory bytes per CTA: K, V, the rings of Q, dO and P, and dS."""
         tiles = self.block_kv * (self.head_dim + self.head_dim_v)
         tiles += self.block_q * (self.q_stages * self.head_dim + self.stages * self.head_dim_v)
         tiles += self.block_q * self.block_kv * (self.stages + 1)
@@ -52,7 +52,7 @@ class Hd256Config(BackwardConfig):
         return 2 * tiles + 4 * rows + 1024
 
     def problem(self) -> str | None:
-        """Return why these sizes do not work, or None."""
+        """Return the reason why the config is invalid, or None if it is valid."""
         if self.head_dim not in HEAD_DIMS or self.head_dim_v not in HEAD_DIMS:
             return (
                 f"head dims of {self.head_dim} and {self.head_dim_v}: expected some of {HEAD_DIMS}"

@@ -1,12 +1,12 @@
 """Add sums in a fixed order for head dims above 128, where consumers add dQ from registers.
 
-One warp waits for the turn of the next q block while the consumers compute. Another passes the turn
-to the next kv block once both consumers have added. The consumers only wait if their turn is late.
-The mbarriers between them:
+One warp waits for the turn of the next q block while the consumers compute. Another warp passes the
+turn to the next kv block once both consumers have added. The consumers wait only if their turn is
+late. These mbarriers synchronise them:
 
-    announced    a consumer has written which q block comes next, as soon as it knows
+    announced    a consumer has written the next q block, as soon as it knows it
     may_add      its turn has come, and the previous note has been read: the consumers may add
-    added        both consumers have added; the turn passes on after a fence
+    added        both consumers have added; the turn is passed on after a fence
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
-# Notes alternate between two places of two words: the previous one may still be read.
+# Notes alternate between two slots of two words, because the previous note may still be read.
 _NOTES, _CHUNK_AND_TURN = 2, 2
-_TURN = 1  # word of the turn in a note, after the chunk
+_TURN = 1  # index of the turn in a note, after the chunk
 
 
 def _note(count: Int32) -> Int32:
-    """Return the word at which the note of the count-th q block begins."""
+    """Return the index of the first word of the `count`-th q block's note."""
     return Word.NOTE + _CHUNK_AND_TURN * (count & (_NOTES - 1))
 
 
 class Hd256Deterministic:
-    """Orders additions to the sums by their semaphores.
+    """Orders the additions to the sums by their semaphores.
 
     Args:
-        config: `turns` is the order, "" for none.
+        config: `sum_order` is the order, "" for none.
     """
 
     def __init__(self, config: Hd256Config) -> None:
@@ -49,14 +49,17 @@ class Hd256Deterministic:
         self, bars: TurnBarriers, info: cute.Tensor, chunk: Int32, count: Int32, wg: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """Write which semaphore the count-th q block waits for; -1: there are no more."""
+        """Write the note of the `count`-th q block, with the semaphore it waits for and its turn.
+
+        A `chunk` of -1 means that no more q blocks follow.
+        """
         if wg == 0 and thread == 0:
             info[_note(count)] = chunk
             info[_note(count) + _TURN] = info[RECORD + WorkTile.KV_BLOCK]
             cute.arch.mbarrier_arrive(bars.announced)
 
     def may_add(self, bars: TurnBarriers, count: Int32) -> None:
-        """Wait for the turn of the count-th q block."""
+        """Wait until the turn of the `count`-th q block has come."""
         cute.arch.mbarrier_wait(bars.may_add, count & 1)
 
     def has_added(self, bars: TurnBarriers) -> None:
@@ -108,7 +111,7 @@ class Hd256Deterministic:
 
     @cute.jit
     def leave_turn(self, semaphore: Int32, following: Int32, order: list, wg: Int32, thread: Int32):
-        """Pass the turn to the next work tile, once all threads of the consumer have added."""
+        """Pass the turn to the next work tile, after all threads of the consumer have added."""
         cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + wg, number_of_threads=WARPGROUP)
         if thread == 0:
             cute.arch.fence_acq_rel_gpu()

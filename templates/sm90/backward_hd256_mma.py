@@ -1,4 +1,4 @@
-"""Issue the five matrix products of the Hopper backward for head dims above 128."""
+"""Issue the five MMAs of the Hopper backward for head dims above 128."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class Hd256TiledMmas(NamedTuple):
-    """Holds the wgmma instructions of the products; all operands are in shared memory."""
+    """Holds the wgmma instructions of the MMAs; all operands are in shared memory."""
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T: a consumer's half of the rows of Q
     dq: cute.TiledMma  # dQ = dS K: a part of a consumer's half of the columns
     dv: cute.TiledMma  # dV += P^T dO: a consumer's half of the columns
-    dk: cute.TiledMma  # dK += dS^T Q: the same
+    dk: cute.TiledMma  # dK += dS^T Q: a consumer's half of the columns
 
 
 def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
-    """Create the instructions; each is of one warpgroup and 64 rows."""
+    """Create the wgmma instructions, each for one warpgroup and 64 rows."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
 
     def mma(a: Any, b: Any, n: int) -> Any:
@@ -45,7 +45,7 @@ def hd256_tiled_mmas(c: Hd256Config, dtype: Any) -> Hd256TiledMmas:
 
 
 class Hd256SmemLayouts(NamedTuple):
-    """Holds the layouts of operands in shared memory; some are views of the same memory."""
+    """Holds the shared memory layouts of the operands; some are views of the same memory."""
 
     k: Any  # dtype [64, head_dim, 1]
     v: Any  # dtype [64, head_dim_v, 1]
@@ -53,16 +53,16 @@ class Hd256SmemLayouts(NamedTuple):
     do: Any  # dtype [block_q, head_dim_v, stages]
     p_t: Any  # dtype [64, block_q, stages]
     ds_t: Any  # dtype [64, block_q, 1]
-    q_t: Any  # of q: dtype [head_dim, block_q, q_stages]
-    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
-    ds: Any  # of ds_t: dtype [block_q, 64, 1]
-    k_t: Any  # of k: dtype [head_dim, 64, 1]
-    dk: Any  # of k: dtype [64, head_dim / 2, 2], of each consumer
-    dv: Any  # of v: dtype [64, head_dim_v / 2, 2]
+    q_t: Any  # view of q: dtype [head_dim, block_q, q_stages]
+    do_t: Any  # view of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # view of ds_t: dtype [block_q, 64, 1]
+    k_t: Any  # view of k: dtype [head_dim, 64, 1]
+    dk: Any  # in the memory of k: dtype [64, head_dim / 2, 2], one stage per consumer
+    dv: Any  # in the memory of v: dtype [64, head_dim_v / 2, 2], one stage per consumer
 
 
 def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
-    """Create the layouts, swizzled in units that divide a consumer's share of the columns."""
+    """Create the shared memory layouts; swizzle atoms divide a consumer's share of the columns."""
 
     def tiles(kind: Any, rows: int, columns: int, unit: int, stages: int) -> Any:
         atom = warpgroup.make_smem_layout_atom(
@@ -92,13 +92,13 @@ def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
 
 @dataclass(frozen=True)
 class Hd256Mma:
-    """Issues the products of a consumer warpgroup; each method commits one wgmma group.
+    """Issues the MMAs of a consumer warpgroup; each method commits one wgmma group.
 
     Attributes:
-        dq_parts: in how many parts a consumer computes its columns of dQ.
-        wg: number of the consumer, Int32.
+        dq_parts: number of parts in which a consumer computes its columns of dQ.
+        wg: index of the consumer, Int32.
         s_overwrite, dq_overwrite: instructions that overwrite their result.
-        accumulate: instructions that add to it.
+        accumulate: instructions that add to their result.
         k, v, q, do, p_t, do_t, ds_t, q_t, ds, k_t: operands in shared memory, see
             `Hd256SmemLayouts`.
     """
@@ -125,11 +125,12 @@ class Hd256Mma:
         _issue(self.s_overwrite, self.accumulate.s, acc, self.k, 0, self.q, self.wg, stage)
 
     def issue_dp(self, acc: cute.Tensor, delta: cute.Tensor, stage: Int32) -> None:
-        """Issue dP^T - delta = V dO^T - delta: the accumulator begins with -delta.
+        """Issue dP^T - delta = V dO^T - delta, with the accumulator initialised to -delta.
 
         Args:
             acc: f32 [64, 32] / 128 threads.
             delta: -delta of the thread's rows, f32 [2, pairs].
+            stage: stage of dO.
         """
         init_dp(acc, delta)
         warpgroup.fence()
@@ -148,7 +149,7 @@ class Hd256Mma:
         _issue(mma, mma, acc, self.ds_t, 0, self.q_t, self.wg, stage)
 
     def issue_dq(self, acc: cute.Tensor, part: int) -> None:
-        """Issue a part of the consumer's columns of dQ = dS K, f32 [64, columns] / 128 threads."""
+        """Issue one part of the consumer's columns of dQ = dS K, f32 [64, columns] / 128."""
         warpgroup.fence()
         column = self.wg * self.dq_parts + part
         _issue(self.dq_overwrite, self.accumulate.dq, acc, self.ds, 0, self.k_t, column, 0)
@@ -164,7 +165,10 @@ def hd256_mma(
     """Create the operands of a consumer warpgroup.
 
     Args:
-        overwrite: instructions of S and of dQ.
+        c: compile-time configuration.
+        wg: index of the consumer.
+        overwrite: instructions of S and dQ that overwrite their result.
+        accumulate: instructions that add to their result.
         views: tensors in shared memory.
     """
     s, dq, dv, dk = accumulate
@@ -175,7 +179,7 @@ def hd256_mma(
         s_overwrite=overwrite[0],
         dq_overwrite=overwrite[1],
         accumulate=accumulate,
-        # descriptors of shared memory, shapes as in `Hd256SmemLayouts`
+        # shared memory descriptors, shapes as in `Hd256SmemLayouts`
         k=s.make_fragment_A(all_s.partition_A(views.k)),
         v=s.make_fragment_A(all_s.partition_A(views.v)),
         q=s.make_fragment_B(all_s.partition_B(views.q)),

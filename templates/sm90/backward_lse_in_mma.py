@@ -1,10 +1,10 @@
-"""Subtract LSE / scale from S inside its product, by one more step, in the Hopper backward.
+"""Subtract LSE / scale from S inside its MMA, with one extra k-step, in the Hopper backward.
 
-See `common.lse_in_mma` for the columns. Where a mod adds slope * (kv - q), as ALiBi does, the same
-step also adds -slope / scale * v, where v is a row's position in the q block. The rest of the
-distance is the same for a whole column of the block (`backward_alibi`). v is exact in bfloat16. K's
-columns are then a0 a0 a1 a0 a1 a2 t0 t1 0 0 0 0 0 0 t2 0, of a = 1 / scale and of
-t = -slope / scale. They change with the head, so they are an operand in registers.
+See `common.lse_in_mma` for the extra columns. If a mod adds slope * (kv - q), as ALiBi does, the
+same k-step also adds -slope / scale * v, where v is a row's position in the q block. v is exact in
+bfloat16. The rest of the distance is the same for a whole column of the block (`backward_alibi`).
+K's extra columns are then a0 a0 a1 a0 a1 a2 t0 t1 0 0 0 0 0 0 t2 0, for a = 1 / scale and
+t = -slope / scale. They depend on the head, and therefore are an operand in registers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from attnkit.templates.common.lse_in_mma import (
 from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 
-STEP = 16  # columns of a step of a product
-FACTOR_WARP = 1  # the warp that writes K's columns
+STEP = 16  # columns of a k-step
+FACTOR_WARP = 1  # the warp that writes K's extra columns
 
 
 class LseInMma:
-    """Writes the extra columns of K, and creates the operands of the extra step.
+    """Writes the extra columns of K, and creates the operands of the extra k-step.
 
     Args:
-        config: `less_lse` says whether there is such a step.
-        hooks: the variant; its `distance` may give a slope.
+        config: `less_lse` says whether there is an extra k-step.
+        hooks: hooks of the variant; its `distance_term` may give a slope.
     """
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
@@ -45,20 +45,20 @@ class LseInMma:
         self.with_slope = config.less_lse and hooks.has_distance_term
 
     def scale(self, scale: Any) -> Any:
-        """Return the softmax scale by which LSE was divided."""
+        """Return `scale`, or `nonzero_scale(scale)` if the MMA divides LSE by it."""
         return nonzero_scale(scale) if self.config.less_lse else scale
 
     @cute.jit
     def write_factors(self, start: cute.Pointer, scale: Float32, warp: Int32):
-        """Write K's columns to shared memory, by warp `FACTOR_WARP`; not for `with_slope`."""
+        """Write K's extra columns to shared memory, by warp `FACTOR_WARP`; not with a slope."""
         if warp == FACTOR_WARP:
             write_factor(start, Float32(0.5) / self.scale(scale))
-            # the tensor cores read it by the async proxy
+            # the tensor cores read the columns by the async proxy
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
 
     def write_slope(self, k_columns: cute.Tensor, site: Site) -> None:
-        """Write K's columns of a head with a slope to registers, bf16 [64, 16] / 128 threads."""
+        """Write K's extra columns of a head with a slope to `k_columns`, bf16 [64, 16] / 128."""
         slope = self.hooks.distance_term(site, self.hooks.head(site))
         inverse = Float32(1.0) / site.scale
         t = split_bfloat16(-slope * inverse * Float32(1.0 / LOG2_E))
@@ -73,16 +73,16 @@ class LseInMma:
             out[i], out[2 + i] = low, high
 
     def operands(self, mma: Any, factors: Any, lse: cute.Tensor) -> tuple[Any, Any]:
-        """Return the operands of the step: K's columns, and Q's by stage.
+        """Return the operands of the extra k-step: K's columns, and Q's columns by stage.
 
         Args:
-            mma: products of bfloat16, with K's columns in registers if `with_slope`.
-            factors: pointer to K's columns in shared memory otherwise.
+            mma: the bfloat16 MMA, with K's columns in registers if `with_slope`.
+            factors: pointer to K's columns in shared memory, used unless `with_slope`.
             lse: words of the rows' columns in shared memory, [words, stages].
         """
         c, thr = self.config, mma.get_slice(0)
         cores = c.block_q // 8
-        # strides of zero repeat one core matrix for all of K, and a row's first half as its second
+        # strides of zero repeat one core matrix for all rows of K, and a row's first eight columns
         of_k = cute.make_layout(((8, ROWS // 8), (8, 2), 1), stride=((8, 0), (1, 0), 0))
         of_q = cute.make_layout(
             ((8, cores), (8, 2), c.q_stages), stride=((8, 64), (1, 0), 64 * cores)

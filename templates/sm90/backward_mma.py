@@ -1,8 +1,8 @@
-"""Issue the five matrix products of the Hopper backward, and create their operands.
+"""Issue the five MMAs of the Hopper backward, and create their operands.
 
-S and dP are transposed: their rows are keys. Products that overwrite their result and products that
-add to it are two instruction objects of the DSL: the fields of one must not change while the kernel
-is traced.
+S and dP are transposed: their rows are keys. MMAs that overwrite their result and MMAs that add to
+it are two instruction objects of the DSL, because the fields of one object must not change while
+the kernel is traced.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 
 class TiledMmas(NamedTuple):
-    """Holds the wgmma instructions of the products."""
+    """Holds the wgmma instructions of the MMAs."""
 
     s: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, both from shared memory
     dq: cute.TiledMma  # dQ = dS K
     dv: cute.TiledMma  # dV += P^T dO, P from registers
     dk: cute.TiledMma  # dK += dS^T Q, dS from registers
     s_held: cute.TiledMma  # S^T with K from registers
-    lse: cute.TiledMma  # the step of `backward_lse_in_mma`
+    lse: cute.TiledMma  # the extra k-step of `backward_lse_in_mma`
 
 
 def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
-    """Create the instructions; each is of one warpgroup and 64 rows."""
+    """Create the wgmma instructions, each for one warpgroup and 64 rows."""
 
     def mma(a: Any, b: Any, n: int, source: Any = SMEM, of: Any = dtype) -> Any:
         return hopper_helpers.make_trivial_tiled_mma(
@@ -56,21 +56,21 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
 
 
 class SmemLayouts(NamedTuple):
-    """Holds the layouts of operands in shared memory; some are views of the same memory."""
+    """Holds the shared memory layouts of the operands; some are views of the same memory."""
 
-    k: Any  # dtype [64, head_dim, 2 k_stages], a consumer's keys a stage
+    k: Any  # dtype [64, head_dim, 2 k_stages], one consumer's keys per stage
     v: Any  # dtype [64, head_dim_v, 2]
     q: Any  # dtype [block_q, head_dim, stages]
     do: Any  # dtype [block_q, head_dim_v, stages]
-    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, a consumer's keys a stage
-    q_t: Any  # of q: dtype [head_dim, block_q, stages]
-    do_t: Any  # of do: dtype [head_dim_v, block_q, stages]
-    ds: Any  # of ds_written: dtype [64, 64, squares]
-    k_t: Any  # of k: dtype [64, 64, squares]
+    ds_written: Any  # dtype [64, block_q, 2 stages], dS^T, one consumer's keys per stage
+    q_t: Any  # view of q: dtype [head_dim, block_q, stages]
+    do_t: Any  # view of do: dtype [head_dim_v, block_q, stages]
+    ds: Any  # view of ds_written: dtype [64, 64, squares]
+    k_t: Any  # view of k: dtype [64, 64, squares]
 
 
 def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
-    """Create the layouts, swizzled for TMA and wgmma."""
+    """Create the shared memory layouts, swizzled for TMA and wgmma."""
     make_a, make_b = hopper_helpers.make_smem_layout_a, hopper_helpers.make_smem_layout_b
     bm, halves = c.block_q, 2 * c.stages
     return SmemLayouts(
@@ -88,15 +88,15 @@ def smem_layouts(c: BackwardConfig, dtype: Any) -> SmemLayouts:
 
 @dataclass(frozen=True)
 class ConsumerMma:
-    """Issues the products of a consumer warpgroup; each method `issue_*` commits one wgmma group.
+    """Issues the MMAs of a consumer warpgroup; each method `issue_*` commits one wgmma group.
 
-    Shapes are those of a warpgroup; `block_kv` is its 64 keys.
+    Shapes are those of a warpgroup, which has 64 keys.
 
     Attributes:
-        config: what is fixed when the kernel is compiled.
-        held_steps: how many steps of 16 columns of K are in registers.
-        wg: number of the consumer.
-        overwrite, accumulate: the same instructions; the first overwrite, the second add.
+        config: compile-time configuration.
+        held_steps: number of k-steps of 16 columns of K in registers.
+        wg: index of the consumer.
+        overwrite, accumulate: the same instructions; the first overwrite, the second accumulate.
         k, v: A operands in shared memory, [64, head_dim] and [64, head_dim_v], by consumer.
         q, do: B operands in shared memory, [block_q, head_dim] and [block_q, head_dim_v], by stage.
         q_t, do_t: the same memory transposed.
@@ -107,7 +107,7 @@ class ConsumerMma:
         p, ds: P^T and dS^T as A operands in registers, dtype [64, block_q] / 128 threads.
         k_held: K as an A operand in registers, dtype [64, head_dim] / 128 threads.
         copy_k, k_from, k_to: copy of K from shared memory to `k_held`, its source and target.
-        lse: K's and Q's operands of the step of `backward_lse_in_mma`; None if there is none.
+        lse: operands of K and Q for the extra k-step of `backward_lse_in_mma`; None without it.
     """
 
     config: BackwardConfig
@@ -137,12 +137,12 @@ class ConsumerMma:
     lse: Any
 
     def load_k(self, step: int, k_stage: Int32) -> None:
-        """Load 16 columns of K from a stage to registers."""
+        """Load 16 columns of K (k-step `step`) from a stage to registers."""
         source = self.k_from[None, None, step, 2 * k_stage + self.wg]
         cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
     def issue_s(self, stage: Int32, k_stage: Int32) -> None:
-        """Issue S^T = K Q^T, or S^T - LSE / scale if the config has `less_lse`."""
+        """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
         for k in range(cute.size(self.k, mode=[2])):
             mmas = self.overwrite if k == 0 else self.accumulate
             if k < self.held_steps:
@@ -156,7 +156,7 @@ class ConsumerMma:
         warpgroup.commit_group()
 
     def issue_dp(self, stage: Int32) -> None:
-        """Issue dP^T = V dO^T; unless `rounded`, its accumulator begins with -delta."""
+        """Issue dP^T = V dO^T; unless `rounded`, the accumulator was initialised to -delta."""
         a, b, acc = self.v, self.do, self.dp
         for k in range(cute.size(a, mode=[2])):
             first = k == 0 and self.config.rounded
@@ -165,20 +165,21 @@ class ConsumerMma:
         warpgroup.commit_group()
 
     def issue_dv(self, stage: Int32, first: bool) -> None:
-        """Issue dV += P^T dO; `first`: dV = P^T dO."""
+        """Issue dV += P^T dO, or dV = P^T dO if `first` is set."""
         overwrite = self.overwrite.dv if first else self.accumulate.dv
         _issue_rs(overwrite, self.accumulate.dv, self.dv, self.p, self.do_t, stage)
 
     def issue_dk(self, stage: Int32, first: bool) -> None:
-        """Issue dK += dS^T Q; `first`: dK = dS^T Q."""
+        """Issue dK += dS^T Q, or dK = dS^T Q if `first` is set."""
         overwrite = self.overwrite.dk if first else self.accumulate.dk
         _issue_rs(overwrite, self.accumulate.dk, self.dk, self.ds, self.q_t, stage)
 
     def issue_dq(self, bars: Barriers, q_count: Int32, kv_count: Int32) -> None:
-        """Issue the consumer's half of dQ = dS K: of its columns, or of the rows if block_q is 128.
+        """Issue the consumer's half of dQ = dS K: columns, or rows if block_q is 128.
 
         Args:
-            q_count, kv_count: numbers of the q block and of the work tile, for stages and phases.
+            bars: mbarriers.
+            q_count, kv_count: indices of the q block and the work tile, for stages and phases.
         """
         c = self.config
         high, wide = c.block_q // ROWS, c.head_dim // ROWS
@@ -188,7 +189,7 @@ class ConsumerMma:
         for half in range(2):  # the keys of each consumer
             row = (stage * 2 + half) * high + (self.wg if high == 2 else 0)
             column = k_first + half * wide + (self.wg if wide == 2 else 0)
-            n = self.wg if high * wide == 1 else 0  # which 32 of 64 columns
+            n = self.wg if high * wide == 1 else 0  # which half of the 64 columns
             for k in range(cute.size(self.ds_smem, mode=[2])):
                 mma = (self.overwrite if half == 0 and k == 0 else self.accumulate).dq
                 b = self.k_t[None, n, k, column]
@@ -209,15 +210,17 @@ def consumer_mma(
     """Create the operands and accumulators of a consumer warpgroup.
 
     Args:
+        c: compile-time configuration.
+        overwrite, accumulate: MMA instructions.
         views: tensors in shared memory.
         held_steps, wg: see `ConsumerMma`; the `lse` of the result is None.
-        thread: number of the thread in the warpgroup.
+        thread: index of the thread in the warpgroup.
     """
     dtype = device.DTYPES[c.dtype]
     mma_s, mma_dq, mma_dv, mma_dk, mma_held, _ = accumulate
     all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
     all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
-    # descriptors of shared memory, shapes as in `SmemLayouts`
+    # shared memory descriptors, shapes as in `SmemLayouts`
     operands = {
         "k": mma_s.make_fragment_A(all_s.partition_A(views.k)),
         "v": mma_s.make_fragment_A(all_s.partition_A(views.v)),
@@ -228,12 +231,12 @@ def consumer_mma(
         "ds_smem": mma_dq.make_fragment_A(all_dq.partition_A(views.ds)),
         "k_t": mma_dq.make_fragment_B(all_dq.partition_B(views.k_t)),
     }
-    # The order of allocation decides which registers the assembler takes.
+    # The order of these allocations affects the assembler's register allocation.
     s = cute.make_rmem_tensor(  # f32 [64, block_q] / 128 threads
         mma_s.get_slice(thread).partition_shape_C((ROWS, c.block_q)), Float32
     )
     dp = cute.make_rmem_tensor(s.layout, Float32)  # f32 [64, block_q] / 128 threads
-    # not in the registers of dP: reusing part of another accumulator serialises the products
+    # not in the registers of dP: reusing part of another accumulator serialises the MMAs
     dq = cute.make_rmem_tensor(chunk_layout(c.chunk), Float32)  # f32 [chunk] / 128 threads
     thr_dk, thr_dv = mma_dk.get_slice(thread), mma_dv.get_slice(thread)
     # f32 [64, head_dim] and [64, head_dim_v] / 128 threads
@@ -274,7 +277,7 @@ def _issue_rs(
     first: cute.TiledMma, further: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor,
     stage: Int32,
 ) -> None:  # fmt: skip
-    """Issue a product with its A operand in registers."""
+    """Issue an MMA with its A operand in registers; its first k-step uses `first`."""
     for k in range(cute.size(a, mode=[2])):
         mma = first if k == 0 else further
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k, stage], acc)
@@ -282,5 +285,5 @@ def _issue_rs(
 
 
 def in_layout_of(tensor: cute.Tensor, other: cute.Tensor) -> cute.Tensor:
-    """Return the same registers in the order of another tensor."""
+    """Return a view of `tensor`'s registers in the layout of `other`."""
     return cute.make_tensor(tensor.iterator, other.layout)

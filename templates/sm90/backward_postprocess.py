@@ -1,6 +1,7 @@
 """Round float32 sums to gradients of the dtype, after the Hopper backward (postprocess).
 
-The kernel is bound by memory. Of Hopper it needs only the order of the accumulators.
+The kernel is bound by memory bandwidth. Its only dependence on Hopper is the order of the
+accumulators.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Postprocess:
     """Builds the kernel that rounds the float32 sums of a gradient to the dtype.
 
     Args:
-        config: that of the main kernel.
-        head_dim: the head dim of the gradient as computed.
+        config: config of the main kernel.
+        head_dim: head dim of the gradient as the main kernel computes it.
         block: positions per block; lengths are rounded up to whole blocks.
     """
 
@@ -41,9 +42,10 @@ class Postprocess:
 
         Args:
             sums: float32, all units.
-            grad: [B, H, S, D] of the dtype, the last dimension contiguous.
-            first: number of the gradient's first unit.
+            grad: [B, H, S, D] of the dtype, with a contiguous last dimension, written.
+            first: index of the gradient's first unit.
             factor: multiplies the sums.
+            stream: CUDA stream.
         """
         blocks = (grad.shape[2] + self.block - 1) // self.block * (self.block // ROWS)
         self.kernel(sums, grad, first, factor).launch(
@@ -57,7 +59,7 @@ class Postprocess:
     def kernel(self, sums: cute.Tensor, grad: cute.Tensor, first: Int32, factor: Float32):
         """Round 64 rows of a gradient."""
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.griddepcontrol_wait()  # for the sums of the main kernel
+        cute.arch.griddepcontrol_wait()  # wait for the main kernel, which writes the sums
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         warp, lane = thread // 32, thread % 32
         row = block * ROWS + warp * 16 + lane // 4
@@ -83,11 +85,14 @@ class Postprocess:
     def row(self, part: Any, half: int, group: int, factor: Any, lane: Any) -> list[Any]:
         """Return eight neighbouring columns of a row as four words.
 
-        The four lanes of a row hold 32 columns, each lane pairs of them, and exchange words.
+        The four lanes of a row have 32 columns, each lane pairs of them, and exchange words.
 
         Args:
-            half: 0, or 1 for the row 8 beyond.
-            group: which 32 of the unit's 64 columns.
+            part: a unit, f32 [64, 64] / 128 threads.
+            half: 0, or 1 for the row 8 rows below.
+            group: which half of the unit's 64 columns.
+            factor: multiplies the values.
+            lane: index of the thread in its warp.
         """
         pairs = []
         for k in range(4):

@@ -1,7 +1,7 @@
-"""Take work tiles of the Hopper backward, and load their blocks by TMA, in one producer warp.
+"""Claim work tiles of the Hopper backward and load their blocks by TMA, in one producer warp.
 
-It walks the PARTIAL and FULL runs of a work tile merged in ascending order. It tells the consumers
-through shared memory what each stage holds, so that they need not read the lists.
+The warp merges the PARTIAL and FULL runs of a work tile in ascending order. It writes the block of
+each stage to shared memory, so that the consumers need not read the block lists.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from attnkit.templates.sm90.backward_shared import (
     record_of,
 )
 
-# The next work tile is claimed so many blocks before the end of one. Early enough that nothing
-# waits for the list. Late enough that faster CTAs take more, and that work tiles begin in about the
-# order of the list, as some wait for those before them.
+# The next work tile is claimed this many blocks before the end of the current one. This is early
+# enough to hide the latency of the work list. It is late enough that faster CTAs claim more, and
+# that work tiles begin in about the order of the list, because some wait for earlier ones.
 CLAIM_AHEAD = 3
-# Parts of a split kv block come last and vary in length: the CTA that is free first takes the next.
+# Parts of a split kv block are last in the list and vary in length: claim late to balance the load.
 CLAIM_AHEAD_PARTS = 1
 
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Holds the tensors in shared memory that the producer loads into.
+    """Holds the tensors in shared memory that the producer writes.
 
     Attributes:
         q, do: dtype [block_q, head_dim, stages] and [block_q, head_dim_v, stages].
-        k, v: dtype [64, head_dim, halves * k_stages] and [64, head_dim_v, halves], where a half is
-            64 rows of the kv block.
+        k, v: dtype [64, head_dim, halves * k_stages] and [64, head_dim_v, halves]; a half is 64
+            rows of the kv block.
         lse, delta: f32 [block_q * words, stages] and [block_q, stages].
         info: int32 words.
     """
@@ -65,10 +65,10 @@ class LoadTargets:
 
 
 class Producer:
-    """Takes work tiles and loads their blocks.
+    """Claims work tiles and loads their blocks.
 
     Args:
-        config: what is fixed when the kernel is compiled.
+        config: compile-time configuration.
     """
 
     def __init__(self, config: BackwardConfig) -> None:
@@ -88,6 +88,10 @@ class Producer:
 
         Args:
             atoms, tiles: TMA atoms and tensors of Q, K, V and dO.
+            smem: targets in shared memory.
+            bars: mbarriers.
+            lists: tensors of the work list.
+            problem: sizes of the launch.
         """
         c, info, p = self.config, smem.info, problem
         tma_q, tma_k, tma_v, tma_do = atoms
@@ -100,9 +104,9 @@ class Producer:
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))
         delta_tiles = cute.flat_divide(lists.delta, (bm,))
         blocks = (p.q_len + bm - 1) // bm
-        # numbers of the incomplete blocks, if there are any
+        # indices of the incomplete blocks, if there are any
         ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv
-        halves = c.block_kv // ROWS  # of K and V: a consumer's 64 keys each
+        halves = c.block_kv // ROWS  # halves of K and V: 64 keys for each consumer
         total = lists.items.shape[0]
         index, q_count, kv_count = self.claim(lists.counter, total), Int32(0), Int32(0)
         word = self.look_up(lists.items, index)
@@ -130,12 +134,12 @@ class Producer:
                     lists.partial, lists.full, in_partial, in_full
                 )
                 if j == 0:
-                    split: tuple = ()  # number of the split kv block, and of its parts
+                    split: tuple = ()  # index of the split kv block, and its number of parts
                     if const_expr(c.joins):
                         split = cute.arch.shuffle_sync(word, WorkItem.SPLIT), parts
                     cute.arch.mbarrier_wait(bars.k_empty + k_stage, phase ^ 1)
                     with cute.arch.elect_one():
-                        # one lane writes the record and announces it
+                        # the lane that writes the record also arrives
                         record = (kv_block, h, b, count, self.valid(kv_count), *split)
                         self.write_record(info, k_stage, record)
                         write_turn(c, info, record_of(c, k_stage), lists.order, index)
@@ -182,7 +186,7 @@ class Producer:
                     tma_do, do_from[None, block, h, b], do_to[None, s],
                     tma_bar_ptr=bars.do_full + s,
                 )  # fmt: skip
-                if j == 0:  # V last: dP of the work tile before may still read it
+                if j == 0:  # V last, because dP of the previous work tile may still read it
                     for w in cutlass.range_constexpr(halves):
                         cute.arch.mbarrier_wait(bars.v_empty + w, (kv_count & 1) ^ 1)
                         with cute.arch.elect_one():
@@ -200,7 +204,7 @@ class Producer:
                     word = self.look_up(lists.items, index)
                 q_count += 1
             if count == 0:
-                if const_expr(c.k_stages == 1):  # fully masked: the record alone
+                if const_expr(c.k_stages == 1):  # fully masked: write only the record
                     cute.arch.mbarrier_wait(bars.k_empty, phase ^ 1)
                     with cute.arch.elect_one():
                         record = (kv_block, h, b, count, self.valid(kv_count))
@@ -220,7 +224,10 @@ class Producer:
             cute.arch.mbarrier_arrive(bars.k_full + k_stage)
 
     def valid(self, count: Int32) -> Any:
-        """Return the word `VALID` of a work tile: 1, or 1 + its parity if K has one stage."""
+        """Return the word `VALID` for the record of the `count`-th work tile.
+
+        The word is 1, or 1 + the parity of `count` if K has one stage.
+        """
         return Int32(1) if self.config.k_stages > 1 else 1 + (count & 1)
 
     def write_record(self, info: cute.Tensor, stage: Int32, words: tuple) -> None:
@@ -230,17 +237,17 @@ class Producer:
 
     @cute.jit
     def look_up(self, items: cute.Tensor, index: Int32):
-        """Return a row of the work list, one word per lane; beyond the end, the last row."""
+        """Return row `index` of the work list, one word per lane; beyond the end, the last row."""
         lane = cute.arch.lane_idx()
         row = cutlass.min(index, items.shape[0] - 1)
         return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
 
     @cute.jit
     def claim(self, counter: cute.Tensor, total: Int32):
-        """Take the next work tile from a counter, so that faster CTAs take more.
+        """Claim the next work tile with a counter, so that faster CTAs process more work tiles.
 
-        The first one comes from the counter too. A work tile may wait for earlier ones, so these
-        must belong to CTAs that already run, which may be fewer than were launched.
+        The first work tile is claimed in the same way. A work tile may wait for earlier ones, which
+        must therefore belong to CTAs that are running; not all launched CTAs may be running.
         """
         ctas, _, _ = cute.arch.grid_dim()
         index = Int32(0)

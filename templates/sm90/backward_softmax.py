@@ -1,12 +1,14 @@
-"""Compute P and dS from S and dP in registers, with mod and mask, in the Hopper backward.
+"""Compute P and dS from S and dP in registers in the Hopper backward, with mod and mask.
 
-The backward computes transposed scores: a thread of a consumer warpgroup holds two columns kv of
-the attention matrix, 8 apart, and of each the rows q = 8 g and 8 g + 1 from its first. Element i
-of the accumulator belongs to column (i >> 1) & 1 and to the thread's row 2 (i // 4) + (i & 1).
+The backward computes transposed scores. A thread of a consumer warpgroup holds two kv columns of
+the attention matrix, 8 apart. It holds the q rows 8 g and 8 g + 1 of each column, counted from the
+thread's first row. Element i of the accumulator belongs to column (i >> 1) & 1 and to the thread's
+row 2 (i // 4) + (i & 1).
 
-The gradient of the raw scores is dS = P J (dP - delta), where J is the derivative of the mod by the
-raw score, called its slope. P J replaces the scores in their registers as soon as it is known. So a
-mod costs no registers, and subexpressions that the mod and J share are computed once.
+The gradient of the raw scores is dS = P J (dP - delta), where J is the derivative of the mod with
+respect to the raw score, called its slope. P J replaces the scores in their registers as soon as it
+is known. A mod therefore needs no extra registers, and subexpressions that the mod and J share are
+computed once.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from attnkit.templates.sm90.backward_shared import load_pair
 
 
 def column_of(i: int) -> int:
-    """Return which of the thread's two columns holds element i of the accumulator."""
+    """Return which of the thread's two columns contains element `i` of the accumulator."""
     return (i >> 1) & 1
 
 
 def row_of(i: int) -> int:
-    """Return which of the thread's rows holds element i of the accumulator."""
+    """Return which of the thread's rows contains element `i` of the accumulator."""
     return 2 * (i // 4) + (i & 1)
 
 
@@ -42,11 +44,11 @@ class KvBlock:
     """Holds the values that a thread computes once per kv block.
 
     Attributes:
-        site: where the block is; the origin is its first column.
+        site: position of the block; the origin is its first column.
         head: values of the hook `head`.
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's two columns.
-        inside: for each of the two columns, whether it lies inside the tensors.
-        first_column: position of the first column.
+        inside: whether each of the two columns is inside the tensors.
+        first_column: position of the thread's first column.
     """
 
     site: Site
@@ -58,14 +60,15 @@ class KvBlock:
 
 @dataclass(frozen=True)
 class QBlock:
-    """Describes a q block as a thread sees it.
+    """Describes the rows of a thread in a q block.
 
     Attributes:
-        word: its number and bits, see `common.work_tile`.
+        word: the block's number and bits, see `common.work_tile`.
         row0: the thread's first row within the block.
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [2, pairs] in
-            shared memory; None where the products have subtracted it.
-        delta: -delta of these rows, the same; None where the accumulator of dP began with it.
+            shared memory; None if the MMA has subtracted it.
+        delta: -delta of these rows in the same form; None if the accumulator of dP was initialised
+            to it.
     """
 
     word: Int32
@@ -78,8 +81,8 @@ class SoftmaxBackward:
     """Computes P and dS of a q block.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
         alibi: terms that are linear in kv - q.
         late: round P in `compute_ds`, where dS is rounded, instead of in `compute_p`.
     """
@@ -94,11 +97,11 @@ class SoftmaxBackward:
         self.dtype = device.DTYPES[config.dtype]
 
     def begin(self, site: Site, offset: Any) -> KvBlock:
-        """Compute the values that stay the same for a whole kv block.
+        """Compute the values that a thread uses for a whole kv block.
 
         Args:
-            site: its origin is the block's first column.
-            offset: the thread's first column within the block; the second is 8 beyond.
+            site: position of the block; its origin is the block's first column.
+            offset: the thread's first column within the block; the second is 8 columns further.
         """
         hooks = self.hooks
         head = hooks.head(site)
@@ -120,13 +123,18 @@ class SoftmaxBackward:
         slopes: cute.Tensor,
         p: cute.Tensor,
     ):
-        """Compute P J into `slopes`, and P into `p` in the dtype, with the mask where needed.
+        """Compute P J into `slopes` and P into `p`, with the mask if the block needs it.
 
-        Where captured tensors have gradients, `slopes` receives the scores as they are; if
-        `rounded`, nothing: the slope is 1. If `late`, P is rounded in `compute_ds`.
+        If captured tensors have gradients, `slopes` receives the unchanged scores. If `rounded`,
+        `slopes` is not written, because the slope is 1. If `late`, `p` is not written: `compute_ds`
+        rounds P.
 
         Args:
+            block: the q block.
+            tile: values of the kv block.
             scores: f32, accumulator of S^T; may be the same registers as `slopes`.
+            slopes: f32, P J.
+            p: P in the dtype.
         """
         # two copies of the code: a FULL block runs no instruction of the mask
         if (block.word & APPLY_MASK) != 0:
@@ -150,7 +158,7 @@ class SoftmaxBackward:
         shared: dict[Any, Any] = {}
         terms = self.alibi.terms(block, tile)
         for g in range(cute.size(scores) // 4):
-            # two rows of both columns at a time: more would take registers
+            # two rows of both columns at a time, to save registers
             rows, places = self.group(masked, tile, first, g, scores)
             lse = load_pair(block.lse, g)
             ps, slope = self.exponentials(tile, rows, places, lse, g, shared, terms)
@@ -171,7 +179,7 @@ class SoftmaxBackward:
     def group(
         self, masked: bool, tile: KvBlock, first: Any, g: int, scores: cute.Tensor
     ) -> tuple[list[Any], list[Any]]:
-        """Return (q, values) of the rows of group g, and (row, column, score) of its elements."""
+        """Return (q, values) of the rows of group `g` and (row, column, score) of its elements."""
         inside = [first + 8 * g + k for k in range(2)]
         if masked:
             inside = [cutlass.min(at, tile.site.q_len - 1) for at in inside]
@@ -182,12 +190,15 @@ class SoftmaxBackward:
         self, tile: KvBlock, rows: Any, places: Any, lse: Any, g: int, shared: dict[Any, Any],
         terms: Term | None,
     ) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
-        """Return P of the elements of group g before the mask, and the slopes of the mod.
+        """Return unmasked P of the elements of group `g`, and the slopes (None if all are 1).
 
         Args:
-            lse: of the group's rows, f32 [2]; None if the products have subtracted it.
-            shared: values of earlier groups by q - kv, which is the same for a column 8 further and
-                rows 8 further.
+            tile: values of the kv block.
+            rows, places: what `group` returns.
+            lse: LSE of the group's rows, f32 [2]; None if the MMA has subtracted it.
+            g: index of the group.
+            shared: cache of values by q - kv. Elements of a later group have the same q - kv as
+                elements of an earlier group in the other column.
             terms: see `Alibi.terms`.
         """
         site, head = tile.site, tile.head
@@ -204,10 +215,10 @@ class SoftmaxBackward:
         return [device.exp2(s) for s in scaled], slope
 
     def mask_bits(self, block: QBlock, tile: KvBlock, first: Any) -> list[Any]:
-        """Return bit masks of the rows that each of the thread's columns keeps.
+        """Return a bit mask of the kept rows for each of the thread's columns.
 
-        Bit 2 g + k is row 8 g + k. It is set inside the tensors and, if the mask has intervals,
-        inside one of the column's intervals.
+        Bit 2 g + k is row 8 g + k. It is set if the row is inside the tensors and, for a mask with
+        intervals, inside one of the column's intervals.
         """
         site, hooks, words = tile.site, self.hooks, []
         below = device.bits_below(site.q_len - first, 1)[0]
@@ -226,7 +237,7 @@ class SoftmaxBackward:
         return words
 
     def keep(self, block: QBlock, tile: KvBlock, rows: Any, bits: Any, g: int) -> list[Any]:
-        """Return whether the mask keeps each element of group g; `mask_bits` gives `bits`."""
+        """Return whether the mask keeps each element of group `g`; `bits` is from `mask_bits`."""
         hooks, pairs = self.hooks, [(row_of(i), column_of(i)) for i in range(4)]
         keep = [device.bit(bits[c], 2 * g + j) for j, c in pairs]
         if hooks.has_mask and hooks.intervals is None:
@@ -237,7 +248,7 @@ class SoftmaxBackward:
         return keep
 
     def _bounds(self, tile: KvBlock, rows: Any, lse: Any) -> list[Any] | None:
-        """Return what to subtract from the exponents of two rows; None for nothing."""
+        """Return the values to subtract from the exponents of two rows; None for 0."""
         terms = [self.hooks.lse_offset(tile.site, tile.head, row[1]) for row in rows]
         if lse is None:
             return None if terms[0] is None else [-term * LOG2_E for term in terms]
@@ -249,10 +260,11 @@ class SoftmaxBackward:
         """Compute dS = P J (dP - delta) into `ds` in the dtype.
 
         Args:
-            slopes: f32 P J; not read if `rounded`, where J is 1.
+            slopes: f32 P J; not read if `rounded`, because J is 1.
             p: P in the dtype, written here if `late`.
             dp: f32 dP if `rounded`, else dP - delta.
             delta: -delta of the thread's rows, f32 [2, pairs]; read only if `rounded`.
+            ds: dS in the dtype, written.
         """
         pairs, rounded = cute.recast_tensor(ds, Int32), cute.recast_tensor(p, Int32)
         for i in range(0, cute.size(dp), 2):  # two rows of a column
@@ -269,7 +281,7 @@ class SoftmaxBackward:
 
 
 def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:
-    """Set the accumulator of dP to -delta, so that dS needs no subtraction.
+    """Initialise the accumulator of dP to -delta, so that dS needs no subtraction.
 
     Args:
         acc: f32, 4 elements for each pair of rows.
@@ -279,5 +291,5 @@ def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:
         pair = load_pair(delta, g)
         for i in range(2):  # both columns of the thread have the same rows
             acc[4 * g + i] = pair[i]
-            # opaque: the compiler would move a plain copy behind the fence of the product
+            # opaque, because the compiler would move a plain copy after the wgmma fence
             acc[4 * g + 2 + i] = device.pinned(pair[i])

@@ -1,17 +1,17 @@
-"""Compute the forward on Hopper (sm_90a): FlashAttention-3's algorithm, with a variant's hooks.
+"""Compute the forward on Hopper (sm_90a) with FlashAttention-3's algorithm and a variant's hooks.
 
-One CTA per SM, persistent. Its warps and their roles:
+The kernel is persistent, with one CTA per SM. The warps of a CTA have these roles:
 
-    warp 0              producer: walks the kv blocks of a work tile, loads Q, K and V by TMA
+    warp 0              producer: iterates over the kv blocks of a work tile, loads Q, K, V by TMA
     warp 1              tile scheduler: fetches work tiles, longest first
     warps 2 and 3       write the fully masked tiles
     warpgroups 1 and up consumers, 64 query rows each
 
 A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P from
 registers as the A operand of O += P V. It issues Q K of a block before P V of the previous block,
-so that the tensor cores work during the softmax. Where shared memory holds two query tiles, this
-holds across the end of a work tile too. Warp scheduler barriers make the warpgroups take turns on
-the tensor cores: one does its softmax while another multiplies (Shah et al. 2024,
+so that the tensor cores work during the softmax. If shared memory holds two query tiles, the
+consumer does the same across work tiles. Warp scheduler barriers (ping-pong) make the warpgroups
+take turns on the tensor cores: one does its softmax while another runs its MMAs (Shah et al. 2024,
 FlashAttention-3).
 
 Blocks that need the mask come first. The others follow in a loop without mask instructions.
@@ -65,13 +65,13 @@ COLUMN = cutlass.tensor_utils.LayoutEnum.COL_MAJOR
 
 @dataclass(frozen=True)
 class ConsumerThread:
-    """Locates a consumer thread.
+    """Describes the position of a consumer thread in the CTA and in its tile.
 
     Attributes:
-        warpgroup: number of its consumer warpgroup, from 0.
-        warp: number of its warp in the CTA.
-        lane: number of the thread in its warp.
-        row: the thread's first row within its warpgroup's 64; the second is 8 below.
+        warpgroup: index of its consumer warpgroup, from 0.
+        warp: index of its warp in the CTA.
+        lane: index of the thread in its warp.
+        row: the thread's first row within its warpgroup's 64 rows; the second is 8 rows below.
     """
 
     warpgroup: Int32
@@ -82,7 +82,7 @@ class ConsumerThread:
 
 @dataclass(frozen=True)
 class Consumer:
-    """Holds what a consumer thread keeps for the whole kernel."""
+    """Holds the state of a consumer thread for the whole kernel."""
 
     thread: ConsumerThread
     mma: ForwardMma
@@ -92,11 +92,11 @@ class Consumer:
 
 
 class Forward:
-    """Builds the forward kernel of one configuration and one variant.
+    """Builds the Hopper forward kernel of one configuration and one variant.
 
     Args:
-        config: what is fixed when the kernel is compiled.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
@@ -134,25 +134,27 @@ class Forward:
         """Launch the kernel.
 
         Args:
-            query, key, value, out: [B, H, S, D] of the config's dtype, the last dimension
-                contiguous, the others' strides and the address multiples of 16 bytes.
-            lse, max_scores: float32 [B, H, S]; the maxima are written only if the config asks.
+            query, key, value, out: [B, H, S, D] of the config's dtype, with a contiguous last
+                dimension; the other strides and the address are multiples of 16 bytes.
+            lse, max_scores: float32 [B, H, S]; the maxima are written only with `need_max`.
             work_tiles: int32 [work tiles, 12], see `WorkItem`.
             partial_runs, full_runs: int32 [2, runs], starts and lengths of runs of kv blocks.
-            counter: int32 [1], zero; left at zero.
-            split_out, split_lse: float32 [slots, block_q, Dv] and [slots, block_q]: output, LSE of
-                the parts of split rows, by their slot; `Combine` merges them.
+            counter: int32 [1], zero; the kernel resets it to zero.
+            split_out, split_lse: float32 [slots, block_q, Dv] and [slots, block_q], output and LSE
+                of the parts of split rows by slot; `Combine` merges them.
             captured: captured tensors.
             scale: softmax scale.
             group: query heads per kv head.
             ctas: CTAs to launch, at most the number of work tiles.
+            stream: CUDA stream.
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, block_kv = c.head_dim, c.head_dim_v, c.block_kv
         rows_out = out
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
         value = ordered(value, (3, 2, 1, 0))
-        # One warpgroup's view: its 64 rows. The warpgroup is a stage of the tiles of Q and O.
+        # MMA shapes are those of one warpgroup: 64 rows. In the layouts of Q and O, each warpgroup
+        # has its own stages.
         rows, k_major, mn_major = WARPGROUP_ROWS, OperandMajorMode.K, OperandMajorMode.MN
         shape_qk, shape_pv = (rows, block_kv, head_dim), (rows, head_dim_v, block_kv)  # (m, n, k)
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
@@ -184,7 +186,7 @@ class Forward:
         tma_o, o_tiles = cpasync.make_tiled_tma_atom(
             store, out, cute.slice_(o_layout, one), (rows, head_dim_v)
         )
-        # unused if the output leaves from registers, but a field must have a size
+        # unused if the output is stored from registers, but a struct field needs a size
         o_size = 8 if const_expr(c.store_from_registers) else cute.cosize(o_layout)
 
         @cute.struct
@@ -241,7 +243,7 @@ class Forward:
         captured: list,
         numbers: tuple,
     ):
-        """Set up shared memory and barriers, then run the role of the warp."""
+        """Set up shared memory and barriers, then branch to the role of the warp."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
@@ -273,7 +275,7 @@ class Forward:
             self.consume(mmas, smem, (atoms[3], tiles[3]), bars, results, captured, scalars)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
-        """Return the tensors in shared memory; `SharedMemory` gives their shapes."""
+        """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
         q_layout, k_layout, v_layout, o_layout = layouts
         return SharedMemory(
             q=storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
@@ -295,7 +297,7 @@ class Forward:
         captured: list,
         scalars: Scalars,
     ):
-        """Run a consumer warpgroup: products, softmax and epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, softmax and epilogue of each work tile."""
         c = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -311,12 +313,13 @@ class Forward:
 
         if wg == 0:
             pingpong_pass(0)  # warpgroup 0 begins
-        # kv_pos: position in the K and V rings; tile_idx: work tiles before; kv_block: that of S
+        # kv_pos: position in the K and V rings; tile_idx: index of the CTA's work tile;
+        # kv_block: the kv block of S
         kv_pos, tile_idx, kv_block = Int32(0), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
         if const_expr(c.chained):
-            # Q K of the first tile's first block; for later tiles `issue_next_tile` issues it
+            # Q K of the first work tile's first block; `issue_next_tile` issues it for later tiles
             if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[FIRST_BLOCK_NUMBER]
@@ -328,7 +331,7 @@ class Forward:
             q_stage = bars.q.stage(tile_idx)
             record = record_of(tile_idx)
             work = Work.read(smem.info, record)
-            # made uniform over a warp: the compiler must see that the products below do not diverge
+            # made warp-uniform, so that the compiler sees that the MMAs below do not diverge
             num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
             num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(work, thread, captured, scalars)
@@ -345,7 +348,7 @@ class Forward:
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
             kv_pos += 1
 
-            # Masked blocks first, the others after: the second loop has no mask instructions.
+            # masked blocks first; the loop over the other blocks has no mask instructions
             for _ in cutlass.range(1, num_masked, unroll=1):
                 self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
                 kv_pos += 1
@@ -367,11 +370,11 @@ class Forward:
             if const_expr(c.chained):
                 self._pass_turn(wg)
 
-            # Read the record again: kept through the loops, it would take registers from them.
+            # Read the record again, which saves registers in the mainloop.
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
             lse_terms = self.softmax.lse_terms(site, place.row)
-            # runs while the products are in flight
+            # overlaps with the MMAs in flight
             self.epilogue.write_rows(self.softmax.factor(tile), lse_terms, state, results, place)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
@@ -383,12 +386,16 @@ class Forward:
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
         if const_expr(not c.store_from_registers):
-            # the CTA must not exit before its last TMA store has read shared memory
+            # the CTA must not exit before its last TMA store is complete
             if warp % WARPGROUP_WARPS == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def first_scores(self, kv_pos: Int32, q_tile: Int32, consumer: Consumer) -> Int32:
-        """Compute S of a work tile's first block, where work tiles are not chained.
+        """Compute S of a work tile's first block, for configs whose work tiles are not chained.
+
+        Args:
+            kv_pos: position of the block in the rings.
+            q_tile: index of the 64 rows of Q in shared memory.
 
         Returns:
             The number of the kv block, as in `SharedMemory.info`.
@@ -405,10 +412,10 @@ class Forward:
     def issue_next_tile(
         self, tile_idx: Int32, kv_pos: Int32, consumer: Consumer
     ) -> tuple[Int32, Int32, Int32]:
-        """Issue Q K of the next work tile's first block, before the last P V of this one.
+        """Issue Q K of the next work tile's first block, before the last P V of the current one.
 
-        So the tensor cores do not idle during this tile's epilogue. If there is no next tile, Q K
-        of the last block is computed again and not used.
+        The tensor cores then stay busy during the current tile's epilogue. If there is no next
+        tile, Q K of the last block is issued again and its result is ignored.
 
         Returns:
             Whether there is a next tile, its first kv block, and the K stage to release.
@@ -433,12 +440,14 @@ class Forward:
         tile: TileValues,
         consumer: Consumer,
     ) -> None:
-        """Process one kv block: issue its Q K and P V of the block before, then do its softmax.
+        """Issue Q K of a kv block and P V of the previous one, then compute the block's softmax.
 
         Args:
             masked: whether the block needs the mask.
             kv_pos: position of the block in the rings.
-            q_tile: which 64 rows of Q in shared memory.
+            q_tile: index of the 64 rows of Q in shared memory.
+            tile: values of the work tile.
+            consumer: state of the thread.
         """
         softmax, mma, state, bars = self.softmax, consumer.mma, consumer.state, consumer.bars
         warpgroup_idx, count = consumer.thread.warpgroup, cute.size(mma.acc_s)
@@ -449,21 +458,21 @@ class Forward:
         pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
-        if self.hooks.prefetches:  # loads of a mod: their latency hides behind the products
+        if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
             block = softmax.block_values(tile, kv_block, masked, count)
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
             block = softmax.block_values(tile, kv_block, masked, count)
         self._pass_turn(warpgroup_idx)
-        warpgroup.wait_group(1)  # S is there; P V may still run
+        warpgroup.wait_group(1)  # S is complete; P V may still run
         mma.release_k(bars.k, k_stage)
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
         if self.config.exp_before_wait:
             keep_exponentials_here(state)
-        warpgroup.wait_group(0)  # O is there, and P may be overwritten
+        warpgroup.wait_group(0)  # O is complete, and P may be overwritten
         device.arrive(bars.v.empty + v_stage)
         if self.config.double_buffer_p:
             mma.advance_p()
@@ -474,7 +483,7 @@ class Forward:
     def _place(
         self, work: Work, thread: ConsumerThread, captured: list, scalars: Scalars
     ) -> tuple[Site, RowPlace]:
-        """Return a work tile's site for the hooks, and the thread's rows in it."""
+        """Return the work tile's site for the hooks and the position of the thread's rows."""
         first_row = work.q_block * self.config.block_q
         row = first_row + thread.warpgroup * WARPGROUP_ROWS + thread.row
         tile_row = thread.warpgroup * WARPGROUP_ROWS + thread.row
@@ -486,10 +495,10 @@ class Forward:
 
 
 def keep_exponentials_here(state: RowState) -> None:
-    """Keep the exponentials before the wait for P V: the assembler would hoist the wait.
+    """Keep the exponentials before the wait for P V, where the assembler would move the wait up.
 
-    The instruction depends on their sums. A sum of exponentials is never negative, so it never
-    sleeps, but the assembler cannot know.
+    The emitted `nanosleep` is predicated on a negative sum of the exponentials. The sum is never
+    negative, so that it never executes, but the assembler does not know this.
     """
     row_sum = state.sum
     cute.arch.inline_ptx("nanosleep.u32 1;", predicate=(row_sum[0] + row_sum[1]) < Float32(0.0))

@@ -1,4 +1,4 @@
-"""Name the barriers of the Hopper forward kernel: who waits for whom."""
+"""Define the named barriers and mbarriers of the Hopper forward kernel."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_THREADS, Forwa
 
 
 class NamedBarrier(IntEnum):
-    """Numbers the named barriers (`bar.sync`) of each warpgroup; 0 is that of the whole CTA."""
+    """IDs of the warpgroups' named barriers (`bar.sync`); 0 is the barrier of the whole CTA."""
 
-    PINGPONG_WG0 = 1  # the warpgroup may issue its products
+    PINGPONG_WG0 = 1  # the warpgroup may issue its MMAs
     PINGPONG_WG1 = 2
     PINGPONG_WG2 = 3
-    EPILOGUE_WG0 = 5  # the warpgroup's output tile in shared memory
+    EPILOGUE_WG0 = 5  # for the warpgroup's output tile in shared memory
     EPILOGUE_WG1 = 6
     EPILOGUE_WG2 = 7
 
 
-PINGPONG_THREADS = 2 * WARPGROUP_THREADS  # the warpgroup that waits and the one that lets it go
+PINGPONG_THREADS = 2 * WARPGROUP_THREADS  # the waiting warpgroup and the arriving one
 EPILOGUE_THREADS = WARPGROUP_THREADS
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Describes a ring of stages in shared memory, with a full and an empty mbarrier for each.
+    """Describes a ring of stages in shared memory, with a full and an empty mbarrier per stage.
 
-    Positions count all uses of the ring: use i takes stage i % stages.
+    A position counts all uses of the ring: position i uses stage i % stages.
 
     Attributes:
-        full, empty: the barriers of stage 0; those of the others follow.
+        full, empty: the barriers of stage 0; those of the other stages follow.
         stages: a power of two.
     """
 
@@ -43,21 +43,21 @@ class Pipeline:
     stages: int
 
     def stage(self, position: Int32) -> Int32:
-        """Return the stage of a position."""
+        """Return the stage that a position uses."""
         return position & (self.stages - 1)
 
     def phase(self, position: Int32) -> Int32:
-        """Return the parity of a position's lap, for `full`; `empty` is one lap behind."""
+        """Return the parity to wait for on `full` at a position; `empty` uses the opposite one."""
         return (position >> (self.stages.bit_length() - 1)) & 1
 
     def wait_full(self, position: Int32) -> Int32:
-        """Wait until a position is loaded; return its stage."""
+        """Wait until the stage of a position is full, and return the stage."""
         stage = self.stage(position)
         cute.arch.mbarrier_wait(self.full + stage, self.phase(position))
         return stage
 
     def wait_empty(self, position: Int32) -> Int32:
-        """Wait until the previous use of a position's stage was released; return the stage."""
+        """Wait until the previous use of a position's stage was released, and return the stage."""
         stage = self.stage(position)
         cute.arch.mbarrier_wait(self.empty + stage, self.phase(position) ^ 1)
         return stage
@@ -65,16 +65,16 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class ForwardBarriers:
-    """Holds the mbarriers of a CTA.
+    """Holds the mbarriers of a CTA as pipelines.
 
     Attributes:
-        work: one stage, the next work tile. Full: its words are in shared memory. Empty: each lane
+        work: one stage, the next work tile. Full: its words are in shared memory. Empty: every lane
             of the producer warp has read them.
-        q: query tiles. Full: the bytes of Q, and the work tile's record. Empty: every consumer warp
-            is done with the last Q K of the tile.
-        k: K blocks. Full: the bytes of K, and the number of the block. Empty: consumers have
-            read both.
-        v: V blocks. Full: the bytes of V. Empty: every consumer warp is done with P V.
+        q: query tiles. Full: Q has arrived, and the work tile's record is written. Empty: every
+            consumer warp has finished the last Q K of the tile.
+        k: K blocks. Full: K has arrived, and the block's number is written. Empty: the consumers
+            have read both.
+        v: V blocks. Full: V has arrived. Empty: every consumer warp has finished P V.
     """
 
     work: Pipeline
@@ -84,12 +84,12 @@ class ForwardBarriers:
 
     @staticmethod
     def count(config: ForwardConfig) -> int:
-        """Return how many mbarriers there are: a full and an empty one for each stage."""
+        """Return the number of mbarriers: a full and an empty one for each stage."""
         return 2 * (1 + config.q_stages + 2 * config.stages)
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
-        """Place the barriers from an address of shared memory on."""
+        """Return the mbarriers, laid out in shared memory from address `base`."""
         rings = []
         for stages in (1, config.q_stages, config.stages, config.stages):
             rings.append(Pipeline(base, base + stages, stages))
@@ -97,8 +97,8 @@ class ForwardBarriers:
         return cls(*rings)
 
     def init(self, config: ForwardConfig) -> None:
-        """Initialise the mbarriers with their arrival counts; one thread calls this."""
-        # Reports of the emulator name a barrier by the argument of the call with this name.
+        """Initialise the mbarriers with their arrival counts; called by one thread."""
+        # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
         mbarrier_init = cute.arch.mbarrier_init
         warps = config.consumer_warps
         mbarrier_init(self.work.full, ONE_ARRIVAL)
@@ -115,21 +115,21 @@ class ForwardBarriers:
 
 
 def pingpong_wait(warpgroup: Int32) -> None:
-    """Wait until the previous warpgroup has issued its products."""
+    """Wait until the previous warpgroup has issued its MMAs."""
     cute.arch.barrier(
         barrier_id=NamedBarrier.PINGPONG_WG0 + warpgroup, number_of_threads=PINGPONG_THREADS
     )
 
 
 def pingpong_pass(warpgroup: Any) -> None:
-    """Let a warpgroup issue its products."""
+    """Signal `warpgroup` that it may issue its MMAs."""
     cute.arch.barrier_arrive(
         barrier_id=NamedBarrier.PINGPONG_WG0 + warpgroup, number_of_threads=PINGPONG_THREADS
     )
 
 
 def epilogue_sync(warpgroup: Int32) -> None:
-    """Synchronise all threads of a warpgroup."""
+    """Synchronise all threads of `warpgroup` on its epilogue barrier."""
     cute.arch.barrier(
         barrier_id=NamedBarrier.EPILOGUE_WG0 + warpgroup, number_of_threads=EPILOGUE_THREADS
     )

@@ -1,4 +1,4 @@
-"""Write the results of the Hopper forward: output tiles, LSE, and the fully masked tiles."""
+"""Write the results of the Hopper forward: output tiles, LSE, and fully masked tiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from attnkit.templates.sm90.softmax import ROW_STEP, ROWS, RowState, row_of
 
 VECTOR = 8  # elements of 16 bytes
 QUAD = 4  # lanes that hold a row of an accumulator
-CLEARING_WARPS = 2  # of the producer warpgroup
+CLEARING_WARPS = 2  # warps of the producer warpgroup that write fully masked tiles
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Results:
     Attributes:
         out: [B, H, S, Dv].
         lse: f32 [B, H, S].
-        max_scores: f32 [B, H, S], written only if the config needs the maxima.
+        max_scores: f32 [B, H, S], written only if the config has `need_max`.
         split_out: f32 [slots, block_q, Dv], output of the parts of split rows.
-        split_lse: f32 [slots, block_q], their LSE.
+        split_lse: f32 [slots, block_q], LSE of the parts of split rows.
     """
 
     out: cute.Tensor
@@ -51,13 +51,13 @@ class Results:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Locates a thread's first row; the second is 8 below.
+    """Describes the position of a thread's first row; the second is 8 rows below.
 
     Attributes:
-        row: its position in the sequence.
-        tile_row: its position in the work tile.
+        row: position of the row in the sequence.
+        tile_row: position of the row in the work tile.
         work: the work tile.
-        lane: number of the thread in its warp.
+        lane: index of the thread in its warp.
     """
 
     row: Int32
@@ -68,14 +68,14 @@ class RowPlace:
 
 @dataclass(frozen=True)
 class OutputTile:
-    """Holds the copies that bring a thread's part of the output to global memory.
+    """Holds the copies of a thread's output from registers to shared memory and to global memory.
 
     Attributes:
-        copy: registers to shared memory, by stmatrix.
-        rounded: 16 bits [64, head_dim_v] / 128 threads, in the order of `acc_o`.
-        source: the same registers, in the order that `copy` takes.
+        copy: copy from registers to shared memory (stmatrix).
+        rounded: 16 bits [64, head_dim_v] / 128 threads, in the layout of `acc_o`.
+        source: the same registers, partitioned for `copy`.
         target: the thread's part of the output tile in shared memory, (..., warpgroup).
-        tma: shared memory to global memory.
+        tma: copy from shared memory to global memory.
         tma_from: output tile in shared memory, (elements, warpgroup).
         tma_to: output in global memory, (elements, 64 rows, head, batch).
     """
@@ -93,7 +93,7 @@ class Epilogue:
     """Normalises and stores the output of a work tile.
 
     Args:
-        config: the kernel's configuration.
+        config: compile-time configuration.
     """
 
     def __init__(self, config: ForwardConfig) -> None:
@@ -103,7 +103,7 @@ class Epilogue:
     def output_tile(
         self, mma: ForwardMma, smem_o: cute.Tensor, tma: tuple, thread: Int32
     ) -> OutputTile:
-        """Build the copies of a thread's part of the output."""
+        """Create the copies of a thread's part of the output."""
         tma_o, o_tiles = tma
         copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma.pv
@@ -125,7 +125,7 @@ class Epilogue:
         results: Results,
         place: RowPlace,
     ) -> None:
-        """Write the rows' LSE and maxima; set `state.scale` to the final factor of O."""
+        """Write LSE and maxima of the thread's rows, and set `state.scale` to the factor of O."""
         for r in range(ROWS):
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
@@ -143,7 +143,7 @@ class Epilogue:
         place: RowPlace,
         r: cutlass.Constexpr,
     ):
-        """Write one row's LSE, and its maximum if needed, by the first lane of the quad."""
+        """Write LSE, and the maximum if needed, of row `r` from the first lane of the quad."""
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         work, row = place.work, place.row
         if place.lane % QUAD == 0:
@@ -155,7 +155,7 @@ class Epilogue:
                     max_scores[work.batch, work.head, row + ROW_STEP * r] = max_score
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
-        """Divide the output by the row sums: multiply it by `state.scale`."""
+        """Multiply the output accumulator by `state.scale`, the reciprocal of the row sums."""
         for i in range(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * state.scale[row_of(i)]
 
@@ -169,9 +169,12 @@ class Epilogue:
         warpgroup: Int32,
         warp: Int32,
     ):
-        """Store a warpgroup's output: as part of split rows, from registers, or by TMA."""
+        """Store a warpgroup's output to global memory.
+
+        Parts of split rows are stored in float32. Whole rows are stored from registers or by TMA.
+        """
         work = place.work
-        if work.split_slot >= 0:  # float32, for Combine
+        if work.split_slot >= 0:  # float32, for `Combine`
             self.store_split(mma, results, place, warpgroup)
         elif const_expr(self.config.store_from_registers):
             self.store_from_registers(mma.acc_o, output.rounded, results.out, place)
@@ -186,7 +189,7 @@ class Epilogue:
     def store_split(
         self, mma: ForwardMma, results: Results, place: RowPlace, warpgroup: Int32
     ) -> None:
-        """Store the output of a part of a split row, in float32."""
+        """Store the float32 output of a part of split rows to its slot."""
         tile = cute.local_tile(  # f32 [64, head_dim_v]
             results.split_out[place.work.split_slot, None, None],
             (WARPGROUP_ROWS, self.config.head_dim_v),
@@ -197,23 +200,23 @@ class Epilogue:
             target[i] = mma.acc_o[i]
 
     def pack(self, values: cute.Tensor, packed: cute.Tensor) -> None:
-        """Round P or the output from float32 to pairs of the operands' dtype."""
+        """Round float32 `values` (P or the output) to the config's dtype and pack them in pairs."""
         pairs = cute.recast_tensor(packed, Int32)  # i32, two values each
         for i in range(cute.size(pairs)):
             pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
 
     @cute.jit
     def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32, warp: Int32):
-        """Copy a warpgroup's output to shared memory, for TMA."""
+        """Round a warpgroup's output and copy it to shared memory, for a TMA store."""
         self.pack(acc_o, output.rounded)
-        # the warp that issued the previous store waits until that has read shared memory; the
-        # barrier tells the other warps
+        # The warp that issued the previous TMA store waits until the store has read shared memory.
+        # The barrier then releases the other warps.
         if warp % WARPGROUP_WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         epilogue_sync(warpgroup)
         cute.copy(output.copy, output.source, output.target[None, None, None, warpgroup])
-        # stmatrix writes by the generic proxy, TMA reads by the async one: each thread fences its
-        # own writes before the barrier lets one warp store them
+        # stmatrix writes by the generic proxy and TMA reads by the async proxy. Each thread fences
+        # its own writes before the barrier, after which one warp issues the TMA store.
         cute.arch.fence_proxy("async.shared", space="cta")
         epilogue_sync(warpgroup)
 
@@ -227,8 +230,8 @@ class Epilogue:
     ):
         """Store a warpgroup's output from registers; the lanes of a quad store 32 bytes of a row.
 
-        Lanes of a pair swap a word of every other group of eight columns, so each stores eight
-        bytes.
+        The two lanes of a pair exchange a word of every other group of eight columns, so that each
+        lane stores eight contiguous bytes.
         """
         row, lane = place.row, place.lane
         self.pack(acc_o, rounded)
@@ -236,7 +239,7 @@ class Epilogue:
         odd = (lane & 1) != 0
         first = 8 * (lane & 1) + 4 * ((lane & 3) >> 1)
         groups, depth = cute.size(words) // 2, out.shape[3]
-        swapped = cute.make_rmem_tensor(groups, Int32)  # i32, words of one row as they are stored
+        swapped = cute.make_rmem_tensor(groups, Int32)  # i32, words of one row in store order
         for r in cutlass.range_constexpr(ROWS):
             for j in cutlass.range_constexpr(groups // 2):
                 low, high = words[4 * j + r], words[4 * j + 2 + r]
@@ -255,7 +258,7 @@ class Epilogue:
                             self._store_group(values, start, j)
 
     def _store_group(self, values: Any, start: Any, j: int) -> None:
-        """Store a thread's 8 bytes of 16 columns."""
+        """Store the thread's 8 bytes of column group `j` (16 columns)."""
         four = cute.make_layout(4)
         source = cute.make_tensor(values.iterator + 4 * j, four)  # 16 bits [4]
         target = cute.make_tensor((start + 16 * j).align(8), four)  # 16 bits [4]
@@ -263,10 +266,14 @@ class Epilogue:
 
     @cute.jit
     def clear_masked_tiles(self, work_tiles: cute.Tensor, results: Results, warp: Int32):
-        """Write zeros and an LSE of -inf for the fully masked tiles at the end of the work list.
+        """Write the results of the fully masked work tiles: zeros, and an LSE of -inf.
+
+        These work tiles are at the end of the work list.
 
         Args:
-            warp: which of the two warps that do so, 0 or 1.
+            work_tiles: the work list.
+            results: tensors to write.
+            warp: index of the clearing warp, 0 or 1.
         """
         c = self.config
         out, lse, max_scores = results.out, results.lse, results.max_scores

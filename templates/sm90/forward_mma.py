@@ -1,4 +1,4 @@
-"""Issue the products of a Hopper forward consumer, S = Q K^T and O += P V."""
+"""Issue the MMAs of a Hopper forward consumer: S = Q K^T and O += P V."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from attnkit.templates.sm90.forward_barriers import Pipeline
 
 @dataclass(frozen=True)
 class ForwardMma:
-    """Issues the two products of a consumer warpgroup, and holds their fragments.
+    """Issues the two MMAs of a consumer warpgroup and holds their fragments.
 
     Attributes:
-        config: the kernel's configuration.
-        qk_first, qk: S = Q K^T, overwriting and accumulating.
+        config: compile-time configuration.
+        qk_first, qk: S = Q K^T, which overwrites or accumulates.
         pv: O += P V, with P from registers.
         thr_pv: this thread's slice of `pv`.
         frag_q: descriptors of Q, (mma, m, k, warpgroup and stage).
         frag_k: descriptors of K, (mma, n, k, stage).
         frag_v: descriptors of V, (mma, n, k, stage).
-        acc_s: f32 [64, block_kv] / 128 threads: 2 rows a thread.
+        acc_s: f32 [64, block_kv] / 128 threads: 2 rows per thread.
         acc_o: f32 [64, head_dim_v] / 128 threads.
         p: 16 bits [64, block_kv] / 128 threads, as the A operand of `pv`.
-        p_now: the registers of `p` in the order of `acc_s`.
-        p_next: P of the next block in the order of `acc_s`: registers of its own if the config has
+        p_now: the registers of `p` in the layout of `acc_s`.
+        p_next: P of the next block in the layout of `acc_s`: separate registers if the config has
             two P buffers, otherwise `p_now`.
     """
 
@@ -49,17 +49,18 @@ class ForwardMma:
 
     @staticmethod
     def create(config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32) -> ForwardMma:
-        """Build the fragments of a thread of a consumer warpgroup.
+        """Create the fragments of a thread of a consumer warpgroup.
 
         Args:
-            mmas: (Q K^T, Q K^T, P V); the first is a copy, for the products that overwrite.
+            config: compile-time configuration.
+            mmas: (Q K^T, Q K^T, P V); the first is a copy for the MMAs that overwrite S.
             smem: the tiles of Q, K and V in shared memory.
-            thread: number of the thread within its warpgroup.
+            thread: index of the thread in its warpgroup.
         """
         qk_first, qk, pv = mmas
         dtype, rows = device.DTYPES[config.dtype], WARPGROUP_ROWS
         thr_qk, thr_pv = qk.get_slice(thread), pv.get_slice(thread)
-        # descriptors of the whole warpgroup: they must not depend on the thread
+        # descriptors belong to the whole warpgroup and must not depend on the thread
         all_qk, all_pv = qk.get_slice(0), pv.get_slice(0)
         frag_q = qk.make_fragment_A(all_qk.partition_A(smem.q))  # (mma, m, k, warpgroup and stage)
         frag_k = qk.make_fragment_B(all_qk.partition_B(smem.k))  # (mma, n, k, stage)
@@ -80,20 +81,21 @@ class ForwardMma:
         )  # fmt: skip
 
     def set_accumulate(self) -> None:
-        """Set which products overwrite; call this once, outside of every loop and branch.
+        """Set the ACCUMULATE field of the MMAs; call this once, outside of all loops and branches.
 
-        The DSL keeps the value behind a set() in the region of the call: set inside a loop or
-        branch, it could not be used outside.
+        The DSL ties the value of a set() to the region of the call. A value that is set inside a
+        loop or branch could not be used outside of it.
         """
         self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
         self.qk.set(warpgroup.Field.ACCUMULATE, True)
         self.pv.set(warpgroup.Field.ACCUMULATE, True)
 
     def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
-        """Issue S = Q K^T, asynchronously, as one group.
+        """Issue S = Q K^T asynchronously and commit it as one wgmma group.
 
         Args:
-            q_tile: which 64 rows in shared memory: warpgroup + warpgroups * stage.
+            q_tile: index of the 64 rows in shared memory: warpgroup + warpgroups * stage.
+            k_stage: stage of K.
         """
         for k in range(cute.size(self.frag_q, mode=[2])):
             cute.gemm(
@@ -106,7 +108,7 @@ class ForwardMma:
         warpgroup.commit_group()
 
     def issue_pv(self, v_stage: Int32) -> None:
-        """Issue O += P V, asynchronously, as one group."""
+        """Issue O += P V asynchronously and commit it as one wgmma group."""
         for k in range(cute.size(self.p, mode=[2])):
             cute.gemm(
                 self.pv,
@@ -118,10 +120,10 @@ class ForwardMma:
         warpgroup.commit_group()
 
     def release_k(self, k: Pipeline, stage: Int32) -> None:
-        """Release a K stage, and the block number that the producer wrote for it.
+        """Release a K stage and the block number that the producer wrote for it.
 
-        With chained work tiles the ping-pong barrier has ordered the lanes' reads of the number,
-        and one lane of a warp arrives. Otherwise nothing orders them, and every lane arrives.
+        With chained work tiles the ping-pong barrier orders the lanes' reads of the block number,
+        so that one lane per warp arrives. Otherwise nothing orders them, and every lane arrives.
         """
         if self.config.chained:
             device.arrive(k.empty + stage)
@@ -129,9 +131,10 @@ class ForwardMma:
             cute.arch.mbarrier_arrive(k.empty + stage)
 
     def advance_p(self) -> None:
-        """Copy the next P to the operand of P V, through opaque moves.
+        """Copy the next P to the operand of P V through opaque moves.
 
-        Otherwise the compiler would merge the two sets of registers and serialise the products.
+        Without opaque moves, the compiler would merge the two register buffers and serialise the
+        MMAs.
         """
         source = cute.recast_tensor(self.p_next, Int32)  # i32, pairs of P
         target = cute.recast_tensor(self.p_now, Int32)  # i32, pairs of P

@@ -1,8 +1,9 @@
-"""Fetch work tiles of the Hopper forward, and load their Q, K and V by TMA.
+"""Fetch the work tiles of the Hopper forward, and load their Q, K and V by TMA.
 
-One warp fetches the next work tile while the current one is loaded. Another walks the runs of a
-work tile from the last block to the first, and loads Q, K and V. It tells the consumers through
-shared memory which block each K stage holds, so that they need not read the lists.
+The scheduler warp fetches the next work tile while the current one is loaded. The producer warp
+iterates over the runs of a work tile from the last block to the first, and loads Q, K and V. It
+writes the block number of each K stage to shared memory, so that the consumers need not read the
+block lists.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from attnkit.templates.sm90.forward_barriers import ForwardBarriers, Pipeline
 
 # int32 words in shared memory for the consumers: block numbers of the K stages, then records. One
-# tensor for both: their addresses differ by constants, which costs no register.
-FIRST_BLOCK_NUMBER = 0  # that of K stage 0
-BLOCK_NUMBERS = 8  # words for them, at least as many as there are stages
-RECORD_WORDS, RECORDS = 8, 4  # a record must stay until its tile is written, two tiles later
+# tensor holds both, so that their addresses differ by constants, which saves a register.
+FIRST_BLOCK_NUMBER = 0  # index of the block number of K stage 0
+BLOCK_NUMBERS = 8  # number of block number words, at least the number of stages
+RECORD_WORDS, RECORDS = 8, 4  # a record is kept until its tile is written, two tiles later
 INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
-NEXT_WORDS = 16  # words of the fetched work tile; the first are those of `WorkItem`
-END = -1  # in the word BATCH of the fetched work tile: there is none left
-FETCH_AHEAD = 2  # the next work tile is fetched so many kv blocks before the end of one
+NEXT_WORDS = 16  # words of the fetched work tile, which begin with those of `WorkItem`
+END = -1  # value of the word BATCH of the fetched work tile if no work tile is left
+FETCH_AHEAD = 2  # the next work tile is fetched this many kv blocks before the end of the current
 
 
 class WorkTile(IntEnum):
-    """Numbers the int32 words of a work tile's record in shared memory, for the consumers."""
+    """Indices of the int32 words in a work tile's record in shared memory, for the consumers."""
 
     Q_BLOCK = 0
     HEAD = 1
@@ -44,15 +45,15 @@ class WorkTile(IntEnum):
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Holds the tensors in the shared memory of a CTA.
+    """Holds the tensor views of a CTA's shared memory.
 
     Attributes:
         q: 16 bits [64, head_dim, warpgroup and stage].
         k: 16 bits [block_kv, head_dim, stage].
         v: 16 bits [head_dim_v, block_kv, stage].
         o: 16 bits [64, head_dim_v, warpgroup].
-        info: i32 [8 + 4 * 8], the number of the kv block in each K stage (~n for a FULL block n,
-            where block lists overrule the mask), then the records of the last work tiles.
+        info: i32 [8 + 4 * 8], the number of the kv block in each K stage (~n for a FULL block n if
+            block lists take precedence over the mask), then the records of the last work tiles.
         next_tile: i32 [16], words of the fetched work tile.
     """
 
@@ -65,16 +66,16 @@ class SharedMemory:
 
 
 def record_of(tile_idx: Int32) -> Int32:
-    """Return the word of `info` at which the record of the tile_idx-th work tile begins."""
+    """Return the index in `info` of the first word of the `tile_idx`-th work tile's record."""
     return BLOCK_NUMBERS + RECORD_WORDS * (tile_idx & (RECORDS - 1))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Describes a work tile as a consumer reads it.
+    """Describes a work tile as a consumer reads it from shared memory.
 
     Attributes:
-        q_block, head, batch: where its query block is.
+        q_block, head, batch: position of its query block.
         split_slot: slot of a part of a split row, negative for whole rows.
     """
 
@@ -85,17 +86,17 @@ class Work:
 
     @staticmethod
     def read(info: cute.Tensor, record: Int32) -> Work:
-        """Read the record that begins at word `record`."""
+        """Return the work tile whose record begins at word `record` of `info`."""
         words = WorkTile.Q_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.SPLIT_SLOT
         return Work(*(info[record + word] for word in words))
 
 
 @dataclass(frozen=True)
 class TmaLoad:
-    """Describes the TMA load of one operand.
+    """Holds the TMA copy of one operand with its source and target.
 
     Attributes:
-        atom: the copy.
+        atom: the TMA copy.
         target: shared memory, (elements, stage).
         source: global memory, (elements, block, head, batch).
     """
@@ -106,10 +107,10 @@ class TmaLoad:
 
 
 class TileScheduler:
-    """Runs the warp that fetches work tiles, the longest first (dynamic persistent scheduler).
+    """Runs the scheduler warp: a dynamic persistent tile scheduler, longest work tiles first.
 
-    A CTA begins with the tile of its own number. The next ones come from a counter in global
-    memory, so that a faster CTA takes more.
+    A CTA begins with the work tile of its own index. It takes the next ones from a counter in
+    global memory, so that a faster CTA processes more work tiles.
     """
 
     @cute.jit
@@ -120,7 +121,7 @@ class TileScheduler:
         next_tile: cute.Tensor,
         work: Pipeline,
     ):
-        """Put the work tiles of this CTA into shared memory, one ahead of the producer."""
+        """Write the CTA's work tiles to shared memory, one tile ahead of the producer."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         live = work_tiles[0, WorkItem.NUM_LIVE]
@@ -128,13 +129,13 @@ class TileScheduler:
         while index < live:
             words = [work_tiles[index, i] for i in range(ITEM_WORDS)]
             work.wait_empty(position)
-            with cute.arch.elect_one():  # the lane that stores the words announces them
+            with cute.arch.elect_one():  # the lane that stores the words also arrives
                 for i in cutlass.range_constexpr(ITEM_WORDS):
                     next_tile[i] = words[i]
                 cute.arch.mbarrier_arrive(work.full)
             position += 1
-            # read the counter only once the producer nears the end of its tile: a tile that is
-            # taken earlier would be withheld from faster CTAs
+            # Take the next tile only when the producer is near the end of its tile. A tile that is
+            # taken earlier is not available to faster CTAs.
             work.wait_empty(position)
             old = Int32(0)
             if cute.arch.lane_idx() == 0:
@@ -148,11 +149,11 @@ class TileScheduler:
 
 
 class Producer:
-    """Runs the warp that loads Q, K and V.
+    """Runs the producer warp, which loads Q, K and V.
 
     Args:
-        config: the kernel's configuration.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
@@ -169,20 +170,23 @@ class Producer:
         runs: tuple,
         scalars: Scalars,
     ):
-        """Load the blocks of the fetched work tiles.
+        """Load the blocks of the work tiles that the scheduler warp fetches.
 
-        V is loaded one block behind K, in the order of use: P V of a block is issued after Q K of
-        the next one. With chained work tiles this holds from tile to tile.
+        V is loaded one block behind K, because P V of a block is issued after Q K of the next
+        block. With chained work tiles this order continues across work tiles.
 
         Args:
             atoms, tiles: TMA atoms and tensors of Q, K and V.
+            smem: shared memory.
+            bars: mbarriers.
             runs: int32 [2, runs] of PARTIAL and of FULL kv blocks.
+            scalars: scalar arguments of the call.
         """
         c = self.config
         q, k, v = self._loads(atoms, tiles, smem)
         next_tile = smem.next_tile
         k_pos, v_pos, tile_idx = Int32(0), Int32(0), Int32(0)
-        # the block whose V is loaded next; negative for none
+        # the block whose V is loaded next; -1 for none
         pending, pending_head, pending_batch = Int32(-1), Int32(0), Int32(0)
         cute.arch.mbarrier_wait(bars.work.full, 0)
         batch = next_tile[WorkItem.BATCH]
@@ -210,7 +214,7 @@ class Producer:
                     last, steps = runs[kind][0, run] + take - 1, cutlass.min(take, left)
                     for j in cutlass.range(steps, unroll=1):
                         if left_of_tile == fetch_at:
-                            # let the scheduler fetch; each lane arrives, as each has read the words
+                            # release the words to the scheduler; every lane has read them
                             cute.arch.mbarrier_arrive(bars.work.empty)
                         kv_block = last - j
                         number = kv_block
@@ -244,7 +248,7 @@ class Producer:
             tile_idx += 1
             cute.arch.mbarrier_wait(bars.work.full, tile_idx & 1)
             batch = next_tile[WorkItem.BATCH]
-        # a record that is not valid ends the consumers
+        # a record with VALID = 0 ends the consumers' loop
         stage = bars.q.stage(tile_idx)
         self._wait_q_empty(tile_idx, k_pos, bars)
         with cute.arch.elect_one():
@@ -256,7 +260,7 @@ class Producer:
     def _loads(
         self, atoms: tuple, tiles: tuple, smem: SharedMemory
     ) -> tuple[TmaLoad, TmaLoad, TmaLoad]:
-        """Return the TMA loads of Q, K and V."""
+        """Return the partitioned TMA loads of Q, K and V."""
         c = self.config
         shape_q, shape_k = (WARPGROUP_ROWS, c.head_dim), (c.block_kv, c.head_dim)
         shape_v = c.head_dim_v, c.block_kv
@@ -267,10 +271,10 @@ class Producer:
         return q, k, v
 
     def _wait_q_empty(self, tile_idx: Int32, k_pos: Int32, bars: ForwardBarriers) -> None:
-        """Wait until the consumers have released the Q stage that a work tile takes."""
+        """Wait until the consumers have released the Q stage of work tile `tile_idx`."""
         if self.config.chained:
             bars.q.wait_empty(tile_idx)
-        else:  # one Q stage: consumers that have released the last K block are done with Q
+        else:  # one Q stage: consumers that released the last K block no longer read Q
             last = k_pos - 1
             cute.arch.mbarrier_wait(bars.k.empty + bars.k.stage(last), bars.k.phase(last))
 
@@ -308,10 +312,13 @@ class Producer:
 
     @cute.jit
     def _load_v(self, v: TmaLoad, v_pos: Int32, block: tuple, pipeline: Pipeline):
-        """Load a block of V once its stage is empty.
+        """Load one block of V once its stage is empty.
 
         Args:
+            v: TMA load of V.
+            v_pos: position of the block in the V ring.
             block: (number, head, batch element).
+            pipeline: the V pipeline.
         """
         stage = pipeline.wait_empty(v_pos)
         with cute.arch.elect_one():

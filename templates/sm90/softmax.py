@@ -1,15 +1,16 @@
-"""Compute the softmax of a Hopper consumer warpgroup: mod, mask, maximum, exponentials, sums.
+"""Compute the softmax of a Hopper consumer warpgroup: mod, mask, maximum, exponentials and sums.
 
-A thread of a consumer warpgroup holds two rows of a tile, 8 apart, and of each the columns
-8 g and 8 g + 1 from its first. Element i of the accumulator belongs to row (i >> 1) & 1 and to
-the thread's column 2 (i // 4) + (i & 1).
+A thread of a consumer warpgroup holds two rows of a tile, 8 rows apart. It holds the columns 8 g
+and 8 g + 1 of each row, counted from the thread's first column. Element i of the accumulator
+belongs to row (i >> 1) & 1 and to the thread's column 2 (i // 4) + (i & 1).
 
-Online softmax after Milakov and Gimelshein (2018). Rescaling only where a maximum grew by more
-than 2**8 is from FlashAttention-4. "delayed-max" computes P against the maximum of the blocks
-before, and recomputes it from the scores where the sums are too large: most blocks need no maximum.
+The online softmax is that of Milakov and Gimelshein (2018). Rescaling only where a maximum grew by
+more than 8 in log2 units is from FlashAttention-4. "delayed-max" computes P against the maximum of
+the previous blocks, and recomputes P from the scores if the sums are too large. Most blocks then
+need no maximum.
 
-The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others
-are plain Python, so that they may pass records and the hooks' tuples.
+The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`. The others are
+plain Python, so that they can pass records and the hooks' tuples.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import largest
 from attnkit.templates.sm90.config import ForwardConfig
 
-# Up to this sum of P (of a thread, a row and a block) the delayed maximum stays the reference. No P
-# is larger than the sum, so P in float16 (at most 65504) cannot overflow.
+# The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
+# No P is larger than the sum, so that P in float16 (at most 65504) cannot overflow.
 SUM_CEILING = 2.0**12
-CHAINS = 4  # independent chains of maxima and sums: the latency of one hides behind the others
-MASK_COLUMNS = 8  # columns for which a thread evaluates a mask without intervals at once
+CHAINS = 4  # independent dependency chains of maxima and sums, to hide latency
+MASK_COLUMNS = 8  # columns per evaluation of a mask without intervals
 ROWS = 2  # rows per thread
 ROW_STEP = 8  # from a thread's first row to its second
 
 
 def row_of(i: int) -> int:
-    """Return which of the thread's two rows holds element i of the accumulator."""
+    """Return which of the thread's two rows contains element `i` of the accumulator."""
     return (i >> 1) & 1
 
 
 def column_of(i: int) -> int:
-    """Return which of the thread's columns holds element i of the accumulator."""
+    """Return which of the thread's columns contains element `i` of the accumulator."""
     return 2 * (i // 4) + (i & 1)
 
 
 @dataclass(frozen=True)
 class RowState:
-    """Holds the running softmax of a thread's two rows.
+    """Holds the running softmax state of a thread's two rows.
 
     Attributes:
-        max: f32 [2], the reference of P and of `sum`.
-        sum: f32 [2], of P over the thread's columns.
-        scale: f32 [2], by which O and the sums before the last block are to be multiplied; in the
-            epilogue, the factor of the output.
+        max: f32 [2], the maximum that is subtracted in P and in `sum`.
+        sum: f32 [2], sum of P over the thread's columns.
+        scale: f32 [2], factor that rescales O and the sums of previous blocks; in the epilogue, the
+            factor of the output.
         highest: f32 [2], the largest score, if the kernel writes the maxima.
     """
 
@@ -66,7 +67,7 @@ class RowState:
 
     @staticmethod
     def create() -> RowState:
-        """Allocate the registers."""
+        """Allocate the state in registers."""
         row_max = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         row_sum = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         scale = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
@@ -85,7 +86,7 @@ class TileValues:
     """Holds the values that a thread computes once per work tile.
 
     Attributes:
-        site: where the tile is.
+        site: position of the tile.
         head: values of the hook `head`.
         rows: (q, values of the hook `row`) of the thread's two rows; q is clamped to the tensor.
         column_constants: the value of the hook `fixed_columns` for each of the thread's columns.
@@ -104,7 +105,7 @@ class TileValues:
 
 @dataclass(frozen=True)
 class BlockValues:
-    """Holds the values that turn the products of a kv block into scores.
+    """Holds the values that convert the accumulator of a kv block to scores.
 
     Attributes:
         start: first column of the block.
@@ -123,8 +124,8 @@ class Softmax:
     """Computes P from S = Q K^T in a consumer warpgroup.
 
     Args:
-        config: the kernel's configuration.
-        hooks: the variant.
+        config: compile-time configuration.
+        hooks: hooks of the variant.
     """
 
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
@@ -139,7 +140,7 @@ class Softmax:
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Return the site of a work tile; its first row is the origin of distances."""
+        """Return the site of a work tile, with `first_row` as the origin of distances."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
@@ -147,12 +148,12 @@ class Softmax:
     # ------------------------------------------------------------------ values known once a tile
 
     def begin_tile(self, site: Site, first_column: Int32, row: Int32) -> TileValues:
-        """Compute the values that stay the same for a whole work tile.
+        """Compute the values that a thread uses for a whole work tile.
 
         Args:
-            site: where the tile is.
+            site: position of the tile.
             first_column: the thread's first column within a block.
-            row: the thread's first row; the second is 8 below.
+            row: the thread's first row; the second is 8 rows below.
         """
         hooks = self.hooks
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
@@ -161,7 +162,7 @@ class Softmax:
         constants = hooks.fixed_columns(
             site, head, [first_column + o for o in self.columns_of_thread()]
         )
-        # pinned: the compiler would recompute them in each block
+        # pinned, because the compiler would recompute them in each block
         constants = tuple(x if x is None or self._tight else device.pinned(x) for x in constants)
         if not hooks.has_mask:
             intervals: Any = (((Int32(0), site.kv_len),),) * ROWS
@@ -179,19 +180,22 @@ class Softmax:
 
     @property
     def _tight(self) -> bool:
-        """Whether no registers are left to keep the column constants through the blocks.
+        """Whether registers are too few to keep the column constants across blocks.
 
-        This is so for a mask without intervals at head_dim_v above 192.
+        This is the case for a mask without intervals at head_dim_v above 192.
         """
         hooks = self.hooks
         return self.config.head_dim_v > 192 and hooks.has_mask and hooks.intervals is None
 
     def factor(self, tile: TileValues) -> Float32 | None:
-        """Return what scores are multiplied by to be in log2 units, or None for 1."""
+        """Return the factor that converts scores to log2 units, or None for 1."""
         return self.hooks.factor(tile.site, tile.head)
 
     def lse_terms(self, site: Site, row: Int32) -> list[Any]:
-        """Return what the hook `lse` adds to each row's LSE; arguments as in `begin_tile`."""
+        """Return the term that the hook `lse_offset` adds to the LSE of each of the thread's rows.
+
+        `row` is the thread's first row, as in `begin_tile`.
+        """
         hooks = self.hooks
         head = hooks.head(site)
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
@@ -202,17 +206,17 @@ class Softmax:
     def block_values(
         self, tile: TileValues, kv_block: Int32, masked: bool, count: int
     ) -> BlockValues:
-        """Compute the values that the scores of a kv block need, `count` scores per thread."""
+        """Compute the values that the `count` scores of a thread in a kv block need."""
         site, head, constants, hooks = tile.site, tile.head, tile.column_constants, self.hooks
         if self._tight and constants[0] is not None:
-            # computed from an opaque number in each block: otherwise the compiler keeps the
-            # constants through the loop, and spills other registers
+            # Recompute from an opaque number in each block. Otherwise the compiler keeps the
+            # constants in registers through the loop and spills others.
             first = device.pinned(Float32(tile.first_column))
             constants = hooks.fixed_columns(
                 site, head, [first + Float32(o) for o in self.columns_of_thread()]
             )
         start, _, positions = self._positions(tile, kv_block)
-        if masked:  # what a mod or a mask loads must lie inside its tensors
+        if masked:  # loads of a mod or a mask must stay inside their tensors
             positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
         values = hooks.columns(site, head, positions, False)
         columns = list(zip(positions, constants, values, strict=True))
@@ -223,10 +227,10 @@ class Softmax:
         return BlockValues(start, columns, places, relatives)
 
     def _positions(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any, list[Any]]:
-        """Return a block's first column, whether block lists keep all of it, the thread's columns.
+        """Return a block's first column, whether it is FULL, and the thread's column positions.
 
-        Where block lists overrule the mask, ~n stands for a FULL block n: only the end of the
-        tensor is masked there.
+        If block lists take precedence over the mask, `kv_block` is ~n for a FULL block n, in which
+        only columns beyond the end of the tensor are masked. Otherwise the Boolean is always False.
         """
         full = Boolean(False)
         if self.hooks.lists_override_mask:
@@ -238,9 +242,9 @@ class Softmax:
     def mask_bits(
         self, tile: TileValues, kv_block: Int32, masked: bool
     ) -> list[list[Int32]] | None:
-        """Compute bit masks of the columns that each row keeps; None for all.
+        """Compute bit masks of the columns that each row keeps; None if all are kept.
 
-        Needs no scores: it runs while the tensor cores compute them and their registers are free.
+        This needs no scores. It runs while the tensor cores compute S.
         """
         if not masked:
             return None
@@ -260,12 +264,13 @@ class Softmax:
     def _evaluated(self, tile: TileValues, positions: list[Any], word: int) -> list[Any]:
         """Evaluate one word of each row's bit mask, for a mask without intervals.
 
-        A few columns at a time; a group begins when the one before is done. The values of all
-        columns at once would not fit the registers.
+        The columns are evaluated in groups, one after the other: the values of all columns at once
+        would not fit in the registers.
         """
         site, bits = tile.site, [Int32(0), Int32(0)]
         for low in range(32 * word, min(32 * word + 32, len(positions)), MASK_COLUMNS):
-            # always 0, but the compiler does not know that a length is not negative
+            # always 0, but the compiler does not know that kv_len >= 0: a false dependency on the
+            # previous group
             ready = (bits[0] | bits[1]) & (site.kv_len >> 31)
             group = positions[low : low + MASK_COLUMNS]
             group = [cutlass.min(kv, site.kv_len - 1) | ready for kv in group]
@@ -279,7 +284,7 @@ class Softmax:
         return bits
 
     def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
-        """Apply the mod in place; return what the block adds to all of its scores, or None."""
+        """Apply the mod in place, and return the term to add to the block's scores, or None."""
         site, hooks = tile.site, self.hooks
         if not hooks.only_scales:
             elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
@@ -287,7 +292,8 @@ class Softmax:
                 site, tile.head, tile.rows, block.columns, elements, block.relatives
             )
             if hooks.ignores_score:
-                # nothing reads the product: its registers would be reused while it is in flight
+                # Nothing reads S: without a dependency on it, its registers would be reused while
+                # the MMA is in flight.
                 scores = device.after(scores, [s for _, _, s in elements])
             for i, x in enumerate(scores):
                 acc_s[i] = x
@@ -307,7 +313,7 @@ class Softmax:
     def _inside(
         self, intervals: Any, left: Int32, full: Boolean, kv_len: Int32
     ) -> list[list[Int32]]:
-        """Return bit masks of the columns that lie in one of their row's intervals."""
+        """Return bit masks of the columns that are inside one of their row's intervals."""
         words, masks = self._words(), []
         for pairs in intervals:
             total = [Int32(0)] * words
@@ -332,13 +338,15 @@ class Softmax:
         visit: Any = None,
         small: bool = True,
     ) -> Any:
-        """Compute P of row r from its scores; return the thread's sum of the row.
+        """Compute P of row `r` from its scores, and return the thread's sum over the row.
 
         Args:
             acc_s: scores; overwritten only if `p` is None.
             p: registers for packed pairs of P; None writes P unpacked over the scores.
-            reference: subtracted from the scores times the factor, log2 units; None for 0.
-            visit: called with each pair of elements, to interleave other work.
+            r: the row, 0 or 1.
+            reference: subtracted from the scores times the factor, in log2 units; None for 0.
+            factor: factor of the scores; None for 1.
+            visit: called with each pair of elements, to interleave other instructions.
             small: whether an exponent may be below -126.
         """
         mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
@@ -370,12 +378,16 @@ class Softmax:
         p: cute.Tensor,
         state: RowState,
     ) -> None:
-        """Compute the softmax of a tile's first block: the maximum, then exponentials against it.
+        """Compute the softmax of a tile's first block: the row maxima, then P.
 
         Args:
-            base: what the block adds to all of its scores, or None.
+            tile: values of the work tile.
+            base: term to add to all scores of the block, or None.
+            acc_s: scores.
+            p: registers for packed P.
+            state: state of the thread's rows, written.
         """
-        nan = self.config.need_max  # torch's maximum passes NaN on
+        nan = self.config.need_max  # torch's maximum propagates NaN
         factor = self.factor(tile)
         for r in range(ROWS):
             reference = None
@@ -395,11 +407,15 @@ class Softmax:
         p: cute.Tensor | None,
         state: RowState,
     ) -> None:
-        """Compute the softmax of a further block; set `state.scale` to what O is rescaled by.
+        """Compute the softmax of a later block, and set `state.scale` to the rescale factor of O.
 
         Args:
+            tile: values of the work tile.
+            block: values of the kv block.
             bits: see `mask_bits`; None for a block without a mask.
-            p: registers for P; None writes it unpacked over the scores.
+            acc_s: scores.
+            p: registers for P; None writes P unpacked over the scores.
+            state: state of the thread's rows, updated.
         """
         base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
         self.apply_mask(bits, acc_s)
@@ -422,9 +438,9 @@ class Softmax:
         base: Float32 | None,
         factor: Float32 | None,
     ) -> None:
-        """Compute exponentials against the maximum of the blocks before.
+        """Compute P against the maximum of the previous blocks, and recompute it if that is unsafe.
 
-        Their sums show whether that is safe: no exponential is larger than the sum of its row.
+        The row sums show whether it is safe, because no P is larger than the sum of its row.
         """
         exact = self.config.need_max
         peak = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's maxima
@@ -436,7 +452,7 @@ class Softmax:
             visit = highest.take if exact else None
             total[r] = self.compute_p(acc_s, p, r, reference, factor, visit)
             state.scale[r] = Float32(1.0)
-            # a row whose blocks so far were fully masked has no reference yet
+            # a row that is fully masked so far has no maximum yet
             unset = state.max[r] == Float32(NEG_INF)
             grown = grown | (total[r] > Float32(SUM_CEILING)) | unset
             if const_expr(exact):
@@ -461,7 +477,7 @@ class Softmax:
         base: Float32,
         grown: Boolean,
     ):
-        """Compute P again from the scores, if a maximum of the warp grew too far."""
+        """Recompute P from the scores with new maxima if `grown` is set in any lane."""
         row_max, row_sum, scale = state.max, state.sum, state.scale
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
@@ -482,7 +498,7 @@ class Softmax:
         base: Float32 | None,
         factor: Float32 | None,
     ) -> None:
-        """Compute the maximum first, then exponentials against it."""
+        """Update the row maxima if they grew too much, then compute P."""
         exact = self.config.need_max
         grown = Boolean(False)
         for r in range(ROWS):
@@ -511,9 +527,9 @@ class Softmax:
         base: Float32,
         grown: Boolean,
     ):
-        """Compute the maxima exactly, if one of the warp may have grown too far."""
+        """Compute the exact row maxima if `grown` is set in any lane of the warp."""
         row_max, row_sum, scale, highest = state.max, state.sum, state.scale, state.highest
-        nan = self.config.need_max  # torch's maximum passes NaN on
+        nan = self.config.need_max  # torch's maximum propagates NaN
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
                 old = row_max[r]
@@ -521,7 +537,7 @@ class Softmax:
                 new = device.quad_max(peak, nan)
                 if const_expr(self.config.need_max):
                     highest[r] = cute.arch.fmax(highest[r], new, nan=nan)
-                # a small growth is left in P: nothing to rescale
+                # small growth: keep the old maximum, with nothing to rescale
                 new = cutlass.select_((new - old) * factor <= Float32(RESCALE_THRESHOLD), old, new)
                 row_max[r] = new
                 scale[r] = device.exp2((old - device.finite_or_zero(new)) * factor)
@@ -529,7 +545,7 @@ class Softmax:
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, scale: cute.Tensor):
-        """Rescale the output accumulated so far to the new maximum."""
+        """Multiply the output accumulator by `scale`, unless it is 1 in the whole warp."""
         if const_expr(self.config.softmax != "no-max"):
             if cute.arch.vote_any_sync((scale[0] != Float32(1.0)) | (scale[1] != Float32(1.0))):
                 for i in cutlass.range_constexpr(cute.size(acc_o)):
@@ -544,7 +560,7 @@ def _added(values: list[Any]) -> Any:
 
 
 def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> Any:
-    """Return the largest score of row r that this thread holds, by independent chains."""
+    """Return the largest of this thread's scores in row `r` plus `base`, by independent chains."""
     mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
     chains = [acc_s[i] for i in mine[:CHAINS]]
     for t in range(CHAINS, len(mine)):
@@ -554,10 +570,10 @@ def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> An
 
 
 def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
-    """Return the least score with which a maximum has grown too far, as the integer of its bits.
+    """Return the bits, as an integer, of the smallest score that raises the maximum too much.
 
-    Scores of 0 and above have the order of their bits, which lie above those of all negative
-    scores. Where the limit is negative, return the least integer: any score may be too large.
+    Floats of 0 and above have the order of their bits as integers, and are above all negative
+    floats. For a negative limit, return the smallest integer: any score may then be too large.
     """
     room = Float32(RESCALE_THRESHOLD)
     room = room if factor is None else room * cute.arch.rcp_approx(factor)
@@ -566,10 +582,10 @@ def _limit_bits(row_max: Float32, base: Float32 | None, factor: Float32 | None) 
 
 
 class _Highest:
-    """Finds the largest of a thread's scores, which it takes in pairs.
+    """Finds the largest of a thread's scores, taken in pairs.
 
-    Either exactly, NaN included, or by comparing bits as integers, of which the GPU compares three
-    at a time: that maximum is right if a score is not negative, and otherwise some negative number.
+    The exact maximum includes NaN. The fast one compares bits as integers, three per instruction:
+    it is right if some score is not negative, and otherwise returns some negative number.
     """
 
     def __init__(self, acc_s: cute.Tensor, exact: bool) -> None:
@@ -578,7 +594,7 @@ class _Highest:
         self.chains: list[Any] = [None] * CHAINS
 
     def take(self, *pair: int) -> None:
-        """Take two more elements into account."""
+        """Include two more elements."""
         if self.exact:
             for i in pair:
                 c = column_of(i) % CHAINS
@@ -589,7 +605,7 @@ class _Highest:
                 self.chains[c] = self._larger(self.chains[c], self.values[i])
 
     def value(self) -> Any:
-        """Return the largest of the elements taken."""
+        """Return the largest of the elements taken so far."""
         most = self.chains[0]
         for x in self.chains[1:]:
             most = self._larger(most, x)
@@ -602,7 +618,7 @@ class _Highest:
 
 
 def _reference(row_max: Float32, base: Float32 | None, factor: Float32 | None) -> Any:
-    """Return what to subtract from scores times factor; 0 if no score is unmasked so far."""
+    """Return the value to subtract from scores times `factor`; 0 while all scores are masked."""
     safe = device.finite_or_zero(row_max)
     safe = safe if base is None else safe - base
     return safe if factor is None else safe * factor
