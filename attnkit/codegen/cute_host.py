@@ -60,7 +60,7 @@ def run_on_cpu(
 
 
 def _flexible(tensor: Tensor) -> Value:
-    """Convert a flat tensor to a DSL tensor whose length is dynamic, not a compile-time constant."""
+    """Convert a flat tensor to a DSL tensor of dynamic length, not fixed at compile time."""
     return from_dlpack(tensor).mark_layout_dynamic()
 
 
