@@ -181,7 +181,7 @@ class Converter:
         return self.fit(cast(n, kind_of(dtype)), dtype)
 
     def fit(self, n: Node, dtype: torch.dtype) -> Node:
-        """Return the exact result `n` of an operation wrapped or rounded to `dtype`, as torch does."""
+        """Return the exact result `n` of an operation, wrapped or rounded to `dtype` like torch."""
         if dtype in _WRAPPED:
             return self._wrap(n, dtype)
         if dtype == torch.int32:

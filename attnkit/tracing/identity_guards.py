@@ -225,7 +225,7 @@ class IdentityGuard:
         return name
 
     def _object(self, x: Any) -> str:
-        """Register a weak reference to `x`; return the name of `x` (`o3`, ...) in generated code."""
+        """Register a weak reference; return the object's name (`o3`, ...) in the generated code."""
         reference = weakref.ref(x)  # the same one for the same object, as it has no callback
         key = id(reference)
         if key not in self._references:
