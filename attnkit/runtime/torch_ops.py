@@ -249,7 +249,7 @@ torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_sa
 
 
 def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    """Raise an UnsupportedError, as the backward of a backward.
+    """Raise an UnsupportedError, because attention has no second derivative.
 
     Raises:
         UnsupportedError: always.
@@ -408,9 +408,9 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 
 
 # Function that runs a prepared call with autograd: (prepared, relaunch, scale, masks, all_outputs,
-# query, key, value, *scores) -> (out, LSE, row maxima) if `all_outputs`, else out. `relaunch` may be
-# None. This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers
-# from each argument. `is_intercepted` has already excluded functorch.
+# query, key, value, *scores) -> (out, LSE, row maxima) if `all_outputs`, else out. `relaunch` may
+# be None. This is `Function.apply` without its Python wrapper, which unwraps dead functorch
+# wrappers from each argument. `is_intercepted` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 

@@ -92,7 +92,7 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Return text: whether the Hopper backward stores dQ first instead of clearing it, and why.
+    """Return a sentence: whether the Hopper backward needs a memset of dQ, and why.
 
     Args:
         program: the score and mask graphs. No captured tensor may need a gradient.

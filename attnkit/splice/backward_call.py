@@ -409,7 +409,7 @@ def _clamped(
     query: Tensor,
     key: Tensor,
 ) -> frozenset[Node]:
-    """Return the loads whose index only captured data keeps in bounds, so that it is clamped.
+    """Return the loads whose index is clamped because only captured data keeps it in bounds.
 
     In `bounds` the argument `q` stands for the kv position of a column.
     """

@@ -42,7 +42,7 @@ CapturedArgument: TypeAlias = CapturedSlot | Tensor
 def captured_slot(
     graph: int, slot: int, captured: Captured, device: torch.device
 ) -> CapturedArgument:
-    """Return the `CapturedSlot` for tensor `slot` of `graph`; `captured` is an example call's."""
+    """Return the `CapturedSlot` of tensor `slot` of `graph`, with `captured` as an example."""
     t = captured[graph][slot]
     return CapturedSlot(graph, slot, t.device == device and t.dtype != torch.bool and t.ndim > 0)
 

@@ -25,7 +25,7 @@ def check_built_for(function: Any, sizes: Sizes) -> None:
 
 
 def sizes_for(*functions: Any) -> dict[str, int]:
-    """Return {"b": batch size, "h": query heads} where the tables of the functions declare them."""
+    """Return {"b": batch size, "h": query heads}, as far as the functions' tables declare them."""
     found: dict[str, int] = {}
     for function in functions:
         inner = getattr(function, "mask_mod", function)

@@ -251,7 +251,7 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _reads_state(code: types.CodeType) -> bool:
-    """Return whether `code`, or a function defined in it, may read hidden state or import."""
+    """Return whether `code`, or a function defined in it, may read state that is not a variable."""
     if not _STATEFUL.isdisjoint(code.co_names):
         return True
     if _IMPORT in code.co_code[::2]:  # rare: reading the instructions takes longer than a trace
@@ -380,9 +380,9 @@ caches.register(_clear)
 
 @functools.lru_cache(maxsize=4096)
 def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
-    """Return the slots of the captured tensors whose data decides if the graph may be used.
+    """Return the slots of the captured tensors on whose values the checks of a graph depend.
 
-    The data checks concern numbers from which integers, such as indices, are computed, and float64
+    The checks concern numbers from which integers, such as indices, are computed, and float64
     numbers that float32 must represent exactly. Tables of floats that are only read, which an
     optimizer may edit at every step, are not checked.
 

@@ -19,7 +19,7 @@ from attnkit.util.torch_private import DisableTorchFunction
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
-    """Return `source[at]` as a Value, which has an `origin` if `at` is constant and source has."""
+    """Return `source[at]` as a Value. Indexing by constants alone preserves `origin`."""
     items = _expand(source, at)
     if source.part and not all(_same_in_whole(tracer, i, source.part) for i in items):
         if source.origin is None:

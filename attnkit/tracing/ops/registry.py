@@ -145,7 +145,7 @@ def _dtype_of(n: Node, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
 
 
 def binary_node(op: str) -> Callable[[Node, Node], Node]:
-    """Return a function that builds the node of `op` from two nodes, as torch defines for bools."""
+    """Return a function that builds the node of `op` from two nodes, a logical one for bools."""
 
     def node(x: Node, y: Node) -> Node:
         bools = x.type == y.type == BOOL
