@@ -1,7 +1,7 @@
-"""Implement the hooks of a GPU backward kernel with the graphs of a variant.
+"""Implement the hooks of GPU backward kernels with the graphs of a variant.
 
-`GraphBackward` implements `attnkit.templates.common.hooks.BackwardHooks`. It is plain Python that
-runs while a kernel is traced. The kernel knows only that interface.
+`GraphBackward` implements `attnkit.templates.common.hooks.BackwardHooks`, the only interface that
+kernels use. Its methods are plain Python that runs while a kernel is traced.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ _ONE = const(1.0)
 
 
 class GraphBackward(GraphForward):
-    """Emits the hooks of a score_mod and a mask, and the gradients of captured tensors.
+    """Backward hooks: emit the score_mod, its derivative, the mask, captured tensors' gradients.
 
     Args:
-        root: the score_mod; None for the score itself.
-        mask: bool expression, None to keep everything.
-        ends: the intervals of q that each column keeps, as expressions of the same captured tensors
-            in which `q` stands for the column's position; None if the mask has no such form.
-        scores: how many of the captured tensors are the score's; the mask's follow.
-        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
+        root: the score_mod; None if there is none.
+        mask: bool expression; None to keep everything.
+        ends: bounds of the intervals of q that the mask keeps in each column, as expressions of the
+            same captured tensors in which `q` stands for the column's position; None if the mask
+            has no such form.
+        scores: number of captured tensors of the score. The tensors of the mask follow them.
+        lists_override_mask: whether block lists override the mask, so that it is not applied to
+            FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
         indices: which loads wrap negative indices, and which are clamped.
 
     Attributes:
-        has_derivative: whether the derivative of the mod by the score differs from 1.
-        gradient_levels: for each load with a gradient, the level of its index, from `Level.HEAD`
-            up.
-        gradient_slots: for each such load, the number of its tensor among those that need a
-            gradient.
+        has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
+        gradient_levels: for each load with a gradient, the staging level of its index, at least
+            `Level.HEAD`.
+        gradient_slots: for each load with a gradient, the number of its tensor among the tensors
+            that need a gradient.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
-            `distance_term`; only if the derivative of the mod is 1.
+            `distance_term`. This requires that the derivative of the score_mod is 1.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class GraphBackward(GraphForward):
         self._dscore = unscaled(dscore)
         self._slope = unscaled(_with_unit_gradient(dscore))
         self.has_derivative = self._slope is not _ONE
-        # with a derivative of the mod there are no registers for a separate distance term
+        # with a derivative of the score_mod, no registers are left for a separate distance term
         form = score_form(root, separate_distance=not self.has_derivative)
         super().__init__(
             form,
@@ -93,7 +95,7 @@ class GraphBackward(GraphForward):
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []
-        # one set of stages, so that a mod and its derivative share common sub-expressions
+        # one set of stages, so that the score_mod and its derivative share sub-expressions
         scored = [*parts, self._slope] if self.has_derivative else parts
         self._score = Stages(scored, indices)
         self._adjoint = Stages(adjoints, indices)
@@ -103,7 +105,7 @@ class GraphBackward(GraphForward):
         )
 
     def head(self, site: Any) -> Values:
-        """Emit the values that are known per head, once per tile."""
+        """Emit the values that depend on the head alone; called once per tile."""
         scores, _ = self._tensors(site)
         distance = None
         if self.form.distance is not None:
@@ -112,16 +114,16 @@ class GraphBackward(GraphForward):
         return (*super().head(site), self._adjoint.head(site, scores), distance)
 
     def distance_term(self, site: Any, head: Values) -> Any:
-        """Return the factor of kv - q in the term that the kernel adds to x; None for no term."""
+        """Return the factor of (kv - q) in the distance term of x; None if there is no term."""
         return head[5]
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Emit the values that are known per row."""
+        """Emit the values that depend on row `q` and the head."""
         scores, _ = self._tensors(site)
         return (*super().row(site, head, q), self._adjoint.row(site, scores, head[4], q))
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Emit the values that are known per column; those of the mask only in masked blocks."""
+        """Emit the values that depend on each column `kv`; those of the mask only if `masked`."""
         scores, _ = self._tensors(site)
         return [
             (*values, None, self._adjoint.column(site, scores, head[4], at))
@@ -138,16 +140,17 @@ class GraphBackward(GraphForward):
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
-        """Emit x as in the forward, and the derivative of the mod by the score.
+        """Emit the modified score x, as in the forward, and the derivative of the score_mod.
 
         Args:
             site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k) of each element.
-            steps: for each element a number that identifies its q - kv: equal steps, equal q - kv.
-            shared: values that depend on q - kv alone, by step; receives those of new steps.
+            steps: for each element, a number that identifies its q - kv. Elements with equal steps
+                have equal q - kv.
+            shared: step -> values that depend on q - kv alone. The values of new steps are added.
 
         Returns:
-            x of each element, and the derivatives; None for these if they are 1.
+            x of each element; and the derivatives with respect to the score, None if all are 1.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
@@ -164,11 +167,17 @@ class GraphBackward(GraphForward):
     def dscore(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Emit the gradients of the scores q . k * scale, and of the values of each learned load.
+        """Emit the gradients of the scores q . k * scale, and of the value of each learned load.
+
+        A learned load reads a captured tensor that needs a gradient.
 
         Args:
             site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k, gradient of the modified score) of each element.
+
+        Returns:
+            The gradient of each score; and for each learned load a list of one gradient per
+            element.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 3, s, g) for r, j, s, g in places]
@@ -178,13 +187,15 @@ class GraphBackward(GraphForward):
     def gradient_index(
         self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any
     ) -> tuple[Any, ...]:
-        """Emit the index at which learned load i reads its tensor; its gradient goes there.
+        """Emit the index, one Int32 per axis, at which learned load `i` reads its tensor.
+
+        The kernel adds the gradient of the load at the same index.
 
         Args:
             i: number of the load.
             site: see `templates.common.hooks`.
-            shape: shape of its tensor; a negative index counts from the end.
-            q, kv: positions; None if the level does not depend on them.
+            shape: shape of the tensor. A negative index counts from the end of its axis.
+            q, kv: positions; None if the index does not depend on them.
         """
         scores, _ = self._tensors(site)
         env = {"b": site.b, "h": site.h, "scale": site.scale}
@@ -207,12 +218,12 @@ class GraphBackward(GraphForward):
 def _element(
     rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
 ) -> Element:
-    """Return the element in row r and column j of the thread.
+    """Build the `Element` in row `r` and column `j` of the thread.
 
     Args:
         rows, columns: positions and values of the thread's rows and columns.
-        r, j: which row, which column.
-        part: which of the values: 0 for the score's, 3 for the adjoint's.
+        r, j: index of the row, index of the column.
+        part: index among the values of a row or a column: 0 for the score, 3 for the adjoint.
         score, grad: score q . k, and gradient of the modified score.
     """
     q, row = rows[r]
@@ -221,7 +232,7 @@ def _element(
 
 
 def _with_unit_gradient(dscore: Node) -> Node:
-    """Return the derivative of the mod by the score: `dscore` with `grad` = 1, simplified."""
+    """Return the derivative of the score_mod: `dscore` with `grad` = 1, simplified."""
     mapping: dict[Node, Node] = {}
     for n in ir.topo(dscore):
         if n is arg("grad"):

@@ -1,7 +1,7 @@
-"""Run emitted DSL values on the CPU, through the DSL's compiler for host code.
+"""Evaluate emitted expressions on the CPU, with the DSL's compiler for host code.
 
-Tests use this to check the emitter without a GPU. The operations are those of the kernels (`emit`
-with `fast=False`), and the same compiler compiles them, for the machine's own processor.
+Tests use this to check the emitter without a GPU. The operations are the same as in kernels (`emit`
+with `fast=False`), and the same compiler compiles them for the CPU.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ def run_on_cpu(
     *,
     indices: LoadIndices = LOAD_INDICES,
 ) -> list[Tensor]:
-    """Evaluate expressions as a kernel would, on the CPU.
+    """Evaluate expressions on the CPU with the code that a kernel would use.
 
     Args:
-        roots: the expressions; compiling them, into one function, takes tens of milliseconds.
+        roots: the expressions. They are compiled into one function, which takes tens of
+            milliseconds.
         env: argument name -> CPU tensor, of any shapes that broadcast together.
         tensors: captured CPU tensors by slot, of any number dtype.
-        indices: as in `emit`.
+        indices: which loads wrap negative indices, and which are clamped, as in `emit`.
 
     Returns:
-        One int32, float32 or bool tensor per root, of the broadcast shape of the arguments that
+        One int32, float32 or bool tensor per root, with the broadcast shape of the arguments that
         the roots read.
     """
     names = sorted(reads(*roots))
@@ -59,12 +60,12 @@ def run_on_cpu(
 
 
 def _flexible(tensor: Tensor) -> Value:
-    """Convert a flat tensor for the DSL, its length an argument of the compiled function."""
+    """Convert a flat tensor to a DSL tensor of dynamic length, not fixed at compile time."""
     return from_dlpack(tensor).mark_layout_dynamic()
 
 
 class _Body:
-    """Evaluates the roots at one position.
+    """Evaluates the roots at one position of the flattened arguments.
 
     It is an object because the DSL would rewrite the source of a function.
     """

@@ -1,16 +1,16 @@
-"""Emit the graph as CuTe-DSL values while a kernel is traced.
+"""Emit the operations of a graph as CuTe DSL values while a kernel is traced.
 
 `emit` is plain Python that runs while a kernel is traced. It may be called from inside a kernel, or
 from an object that a kernel takes as a Constexpr. This module imports the DSL; import it only where
 a kernel is built.
 
-The semantics are torch's, as in `graph.eval_torch`: floor division and modulo of negatives,
-negative indices, NaN through min and max. With `fast=False` every operation compiles for the GPU
-and for the host. Operations that torch computes exactly or correctly rounded have torch's bits; the
-others are within 3 units of float32's last place (on the host and on an H200). With `fast=True` the
-GPU's own instructions are used, approximate ones included, and the result runs on a GPU only. Its
-relative errors on an H200 are: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7, sigmoid 4e-6;
-log and log2 1e-5 absolute.
+The semantics are those of torch, as in `graph.eval_torch`: floor division and modulo of negative
+numbers, negative indices, NaN propagation through min and max. With `fast=False` every operation
+compiles for the GPU and for the host. Operations that torch computes exactly or correctly rounded
+give the same bits as torch; the others are within 3 ulp of float32 (on the host and on an H200).
+With `fast=True` the approximate instructions of the GPU are used, and the result runs on a GPU
+only. The relative errors on an H200 are: tanh 1.1e-5, exp 4e-6 (at 60), div and sqrt 1.5e-7,
+sigmoid 4e-6; the absolute error of log and log2 is 1e-5.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def emit(
     indices: LoadIndices = LOAD_INDICES,
     memo: dict[Node, Value] | None = None,
 ) -> list[Value]:
-    """Emit the operations of expressions at the current point of the kernel.
+    """Emit the operations of `roots` at the current point of the kernel; return their values.
 
     Args:
         roots: the expressions.
-        env: argument name -> scalar value (score and grad Float32, the indices Int32; Python
-            numbers are taken too). Only the arguments that the roots read are needed.
+        env: argument name -> scalar value: Float32 for score and grad, Int32 for positions, or a
+            Python number. Only the arguments that the roots read are needed.
         tensors: captured tensors by slot, as `cute.Tensor` of any number type; a 0-d tensor has
             shape (1,).
-        fast: use the GPU's approximate instructions; see above.
-        indices: which loads wrap negative indices, and which are clamped. Indices are not checked
-            otherwise.
-        memo: values that are already emitted, by node, such as those of a row; nothing below them
-            is emitted. It receives everything emitted here, so it must not outlive the region of
-            the kernel (loop or branch body) where it is filled.
+        fast: whether to use the approximate instructions of the GPU, see the module docstring.
+        indices: which loads wrap negative indices, and which are clamped. Other index checks are
+            not emitted.
+        memo: node -> value that is already emitted, such as a value of the row. The arguments of
+            such nodes are not emitted. All emitted values are added to `memo`, so it must not be
+            used outside the region of the kernel (loop or branch body) where it is filled.
 
     Returns:
         One Int32, Float32 or Boolean for each root.
@@ -80,7 +80,7 @@ def emit(
 
 
 def _order(roots: Sequence[Node], values: Mapping[Node, Value]) -> list[Node]:
-    """List the nodes to emit, arguments first; skip those that have values already."""
+    """Return the nodes to emit, arguments before their users, without the nodes in `values`."""
     order: dict[Node, None] = {}
     stack = [(r, False) for r in reversed(roots)]
     while stack:
@@ -96,9 +96,10 @@ def _order(roots: Sequence[Node], values: Mapping[Node, Value]) -> list[Node]:
 
 
 def _lift(type_: Type, value: Value) -> Value:
-    """Convert to a value of the graph's type; a Python number becomes a constant of the kernel.
+    """Convert `value` to a DSL value of the graph's type, a Python number to a kernel constant.
 
-    The DSL folds operations on Python numbers in double precision, and `select` refuses them.
+    Without the conversion the DSL would fold operations on Python numbers in double precision, and
+    `select` would reject them.
     """
     return constant(KINDS[type_], value)
 
@@ -119,11 +120,11 @@ def _load(
 
 
 def clamped(n: Node, value: Value, size: Value) -> Value:
-    """Emit an index clamped to an axis if it depends on captured data, else unchanged.
+    """Clamp an index to [0, size - 1] if it depends on captured data; else return it unchanged.
 
     Args:
-        n: the index.
-        value: its value, after a negative one was wrapped.
+        n: expression of the index.
+        value: value of the index, after a negative one was wrapped.
         size: size of the axis.
     """
     if not reads_data(n):
@@ -133,10 +134,10 @@ def clamped(n: Node, value: Value, size: Value) -> Value:
 
 
 def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
-    """Emit an index in 64 bits if it is a sum of arguments and constants, else unchanged.
+    """Emit an index in 64 bits if it is a sum of arguments and constants; else return its value.
 
-    In 64 bits the compiler sees that the addresses of neighbouring elements differ by constants. It
-    cannot know that of a 32-bit sum, which might overflow.
+    With 64 bits the compiler can prove that addresses of neighbouring elements differ by constants.
+    It cannot prove this for a 32-bit sum, which might overflow.
     """
     if not _is_sum(n):
         return values[n]
@@ -172,7 +173,7 @@ def _tdiv(n: Node, a: Value, b: Value) -> Value:
 
 
 def _beyond(n: Node, remainder: Value, b: Value) -> Value:
-    """Emit whether a truncated remainder is not zero and its sign differs from the divisor's."""
+    """Emit whether a truncated remainder is nonzero and has the opposite sign of the divisor."""
     zero = constant(Int32, 0)
     return (remainder != zero) & ((remainder ^ b) < zero)
 
@@ -215,9 +216,10 @@ def _shr(n: Node, a: Value, b: Value) -> Value:
 
 
 def _shift_is_plain(n: Node) -> bool:
-    """Return whether a shift count is a constant in 0..31.
+    """Return whether a shift count is a constant from 0 to 31.
 
-    Outside that range torch gives 0, or the sign for a right shift; the hardware gives anything.
+    For counts outside that range torch returns 0 for a left shift and the sign for a right shift,
+    while the result of the hardware's shift is undefined.
     """
     return n.op == "const" and 0 <= int(str(n.attr)) < 32
 
@@ -253,7 +255,7 @@ def _round(n: Node, a: Value) -> Value:
 
 
 def _math(name: str, **options: bool) -> Emit:
-    """Return a function of `cute.math` as an `Emit`."""
+    """Return an `Emit` that calls the function `name` of `cute.math` with `options`."""
     return lambda n, *args: getattr(cute.math, name)(*args, **options)
 
 

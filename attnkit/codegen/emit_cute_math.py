@@ -1,8 +1,8 @@
-"""Emit operations that the DSL lacks, or computes in another way than torch.
+"""Emit operations that the DSL lacks or computes differently from torch.
 
 Each function runs while a kernel is traced. It uses only operations that the DSL compiles for the
-GPU and for the host. (`cute.math` has erf, expm1 and log1p on the GPU, but its host compiler
-refuses the first and expands the others to `exp(x) - 1` and `log(1 + x)`, which give 0 for small
+GPU and for the host. (`cute.math` has erf, expm1 and log1p on the GPU. But the host compiler of the
+DSL rejects erf, and it expands the others to `exp(x) - 1` and `log(1 + x)`, which are 0 for small
 x.)
 
 The polynomials are weighted minimax fits (Lawson's iteration on Chebyshev nodes) of the functions
@@ -25,22 +25,22 @@ _LOG2_E = math.log2(math.e)
 
 
 def constant(kind: Value, value: float) -> Value:
-    """Emit a constant as a DSL value of type `kind`, which arithmetic and `select` take."""
+    """Emit a constant as a DSL value of type `kind`, which arithmetic and `select` accept."""
     return kind(kind(value).ir_value())
 
 
 def number(value: float) -> Value:
-    """Emit a float constant."""
+    """Emit a Float32 constant."""
     return constant(Float32, value)
 
 
 def select(condition: Value, yes: Value, no: Value) -> Value:
-    """Emit `yes` where the condition holds, else `no`; both have the same type."""
+    """Emit `yes` if `condition` holds, else `no`. Both must have the same DSL type."""
     return type(yes)(cutlass.select_(condition, yes, no))
 
 
 def floor_divide(a: Value, b: Value) -> Value:
-    """Emit torch.floor_divide, with the operations of `c10::div_floor_floating`."""
+    """Emit torch.floor_divide(a, b) of floats, with the operations of `c10::div_floor_floating`."""
     fmod = a % b
     quotient = (a - fmod) / b
     quotient = select(_beyond(fmod, b), quotient - number(1.0), quotient)
@@ -52,18 +52,18 @@ def floor_divide(a: Value, b: Value) -> Value:
 
 
 def remainder(a: Value, b: Value) -> Value:
-    """Emit torch.remainder: fmod, plus the divisor where their signs differ."""
+    """Emit torch.remainder(a, b) of floats: fmod, plus the divisor if their signs differ."""
     fmod = a % b
     return select(_beyond(fmod, b), fmod + b, fmod)
 
 
 def floor_quotient(a: Value, divisor: int) -> Value:
-    """Emit a // divisor of an Int32, rounded down, for a constant divisor above 1.
+    """Emit floor(a / divisor) of an Int32 `a` for a constant divisor above 1.
 
-    The quotient is the shifted upper half of a product with a 32-bit factor, which is exact for
-    0 <= a < 2**31 (Granlund and Montgomery 1994). For a negative a it is ~(~a // d). The compiler's
-    own division adds in 64 bits, in register pairs whose lower half is zero, and holds one such
-    zero register for each division in flight.
+    The quotient is the shifted upper half of the product with a 32-bit factor, which is exact for
+    0 <= a < 2**31 (Granlund and Montgomery 1994). For a negative `a` it is ~(~a // divisor). The
+    division that the compiler generates needs more registers: it adds in 64 bits, in register pairs
+    whose lower half is zero, and occupies one zero register for each division in flight.
     """
     bits = (divisor - 1).bit_length()
     factor = (1 << 31 + bits) // divisor + 1
@@ -73,7 +73,7 @@ def floor_quotient(a: Value, divisor: int) -> Value:
 
 
 def _beyond(fmod: Value, b: Value) -> Value:
-    """Emit whether a truncated remainder is not zero and its sign differs from the divisor's."""
+    """Emit whether a truncated remainder is nonzero and has the opposite sign of the divisor."""
     return (fmod != number(0.0)) & Boolean((b < number(0.0)) != (fmod < number(0.0)))
 
 
@@ -89,9 +89,9 @@ def fast_sigmoid(a: Value) -> Value:
 
 
 def expm1(a: Value) -> Value:
-    """Emit exp(a) - 1 to about 1.5 ulp.
+    """Emit exp(a) - 1 with an error of about 1.5 ulp.
 
-    For |a| < 1/2, where the difference would cancel, it is a polynomial.
+    For |a| < 1/2, where the subtraction would cancel, a polynomial is evaluated instead.
     """
     near = cute.math.fma(a * a, _horner(_EXPM1, a), a)
     far = cute.math.exp(a) - number(1.0)
@@ -99,9 +99,9 @@ def expm1(a: Value) -> Value:
 
 
 def log1p(a: Value) -> Value:
-    """Emit log(1 + a) to about 1.5 ulp.
+    """Emit log(1 + a) with an error of about 1.5 ulp.
 
-    It is the log of the rounded sum u = 1 + a, plus the rounding error of u divided by u.
+    The result is the log of the rounded sum u = 1 + a, plus the rounding error of u divided by u.
     """
     total = number(1.0) + a
     lost = (a - (total - number(1.0))) / total
@@ -110,9 +110,10 @@ def log1p(a: Value) -> Value:
 
 
 def erf(a: Value) -> Value:
-    """Emit the error function to about 1 ulp.
+    """Emit the error function erf(a) with an error of about 1 ulp.
 
-    For |a| < 1 it is an odd polynomial in a, else the sign of a times 1 - 2^-p(|a|).
+    For |a| < 1 the result is an odd polynomial in a, else the sign of a times 1 - 2^-p(|a|) with a
+    polynomial p.
     """
     size = abs(a)
     near = cute.math.fma(a, _horner(_ERF_NEAR, a * a), a)
@@ -129,14 +130,14 @@ def _horner(coefficients: Sequence[float], a: Value) -> Value:
     return total
 
 
-# (expm1(x) - x) / x^2 on [-1/2, 1/2]
+# coefficients for (expm1(x) - x) / x^2 on [-1/2, 1/2]
 _EXPM1 = (0.50000006, 0.166666642, 0.0416653603, 0.00833357871, 0.00139961776, 0.000198498077)
-# erf(x) / x - 1 in x^2 on [0, 1]
+# coefficients for erf(x) / x - 1, in powers of x^2, on [0, 1]
 _ERF_NEAR = (
     0.128379166, -0.37612626, 0.112835854, -0.026853811, 0.00518832775, -0.000801019254,
     7.85385782e-05,
 )  # fmt: skip
-# -log2(erfc(x)) on [1, 4]
+# coefficients for -log2(erfc(x)) on [1, 4]
 _ERF_FAR = (
     0.000510294107, 1.62597513, 0.920764923, 0.1486516, -0.031458471, 0.0042409692,
     -0.00026772797,

@@ -1,7 +1,7 @@
-"""Implement the hooks of a GPU forward kernel with the graphs of a variant.
+"""Implement the hooks of GPU forward kernels with the graphs of a variant.
 
-`GraphForward` implements `attnkit.templates.common.hooks.ForwardHooks`. It is plain Python that
-runs while a kernel is traced. The kernel knows only that interface.
+`GraphForward` implements `attnkit.templates.common.hooks.ForwardHooks`, the only interface that
+kernels use. Its methods are plain Python that runs while a kernel is traced.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
 
 
 class GraphForward:
-    """Emits the hooks of a score_mod and a mask.
+    """Forward hooks: emit the score_mod and the mask of a variant.
 
     Args:
         form: the score_mod.
-        mask: bool expression, None to keep everything.
-        ends: the mask as intervals of kv for each row, as expressions of the same captured tensors;
-            None if it has no such form.
-        scores: how many of the captured tensors are the score's; the mask's follow.
-        lists_override_mask: block lists overrule the mask: it is not applied to their FULL blocks.
+        mask: bool expression; None to keep everything.
+        ends: bounds of the intervals of kv that the mask keeps in each row, as expressions of the
+            same captured tensors; None if the mask has no such form.
+        scores: number of captured tensors of the score. The tensors of the mask follow them.
+        lists_override_mask: whether block lists override the mask, so that it is not applied to
+            FULL blocks.
         positive: whether the softmax scale is above 0.
         indices: which loads wrap negative indices, and which are clamped.
     """
@@ -75,7 +76,7 @@ class GraphForward:
         return site.tensors[: self._scores], site.tensors[self._scores :]
 
     def head(self, site: Any) -> Values:
-        """Emit the values that are known per head, once per tile."""
+        """Emit the values that depend on the head alone; called once per tile."""
         scores, masks = self._tensors(site)
         score_values = self._score.head(site, scores)
         slope = factor = None
@@ -89,7 +90,7 @@ class GraphForward:
         return score_values, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
-        """Emit the values that are known per row."""
+        """Emit the values that depend on row `q` and the head."""
         scores, masks = self._tensors(site)
         score_values = self._score.row(site, scores, head[0], q)
         term = None
@@ -99,17 +100,17 @@ class GraphForward:
         return score_values, self._mask_stages.row(site, masks, head[1], q), term
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
-        """Emit the terms of columns at these offsets from a block's first; equal in all blocks."""
+        """Emit the term added to x in each column, given `offsets` from the start of any block."""
         slope = head[2]
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
-        """Emit the term that all scores of a block share; `kv` is the block's first column."""
+        """Emit the term added to all x of the block whose first column is `kv`, or return None."""
         slope = head[2]
         return None if slope is None else slope * Float32(kv - site.origin)
 
     def columns(self, site: Any, head: Values, kv: Sequence[Any], masked: bool) -> list[Values]:
-        """Emit the values that are known per column; those of the mask only in masked blocks."""
+        """Emit the values that depend on each column `kv`; those of the mask only if `masked`."""
         scores, masks = self._tensors(site)
         return [
             (
@@ -122,7 +123,7 @@ class GraphForward:
     def relatives(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> Any:
-        """Emit the values that depend on q - kv alone, for `score`."""
+        """Emit the values that depend on q - kv alone; return them by step, for `score`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
         return self._score.relatives(site, scores, head[0], elements)
@@ -136,14 +137,14 @@ class GraphForward:
         places: Sequence[Any],
         relatives: Any,
     ) -> list[Any]:
-        """Emit x of each score, see `score_form`."""
+        """Emit the modified score x of each element in `places`, see `score_form`."""
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
         values = self._score.elements(site, scores, head[0], elements, relatives)
         return self._combine(columns, places, values)
 
     def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        """Return score * factor + the column's term + bias, for each element."""
+        """Emit score * factor + term of the column + bias for each element."""
         result = []
         for (_, j, s), value in zip(places, values, strict=True):
             parts = iter(value)
@@ -157,11 +158,11 @@ class GraphForward:
         return result
 
     def factor(self, site: Any, head: Values) -> Any:
-        """Return the factor by which the kernel multiplies x, None for 1."""
+        """Return the factor by which the kernel multiplies x; None for 1."""
         return head[3]
 
     def kept_intervals(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
-        """Emit the intervals (low, high) of kv that a row keeps; low <= kv < high."""
+        """Emit the intervals (low, high) of kv that the mask keeps in row `q`: low <= kv < high."""
         _, masks = self._tensors(site)
         env = {"b": site.b, "h": site.h, "q": q}
         memo: dict[Node, Any] = {}
@@ -178,26 +179,26 @@ class GraphForward:
     def keep(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> list[Any]:
-        """Emit whether the mask keeps each element."""
+        """Emit one Boolean per element of `places`: whether the mask keeps it."""
         _, masks = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 1) for r, j in places]
         relatives = self._mask_stages.relatives(site, masks, head[1], elements)
         return [v[0] for v in self._mask_stages.elements(site, masks, head[1], elements, relatives)]
 
     def lse_offset(self, site: Any, head: Values, row: Values) -> Any:
-        """Return the term that the kernel adds to the row's LSE after the softmax, or None."""
+        """Return the term that the kernel adds to the LSE of a row after the softmax, or None."""
         return row[2]
 
 
 def _element(
     site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None
 ) -> Element:
-    """Return the element in row r and column j of the thread.
+    """Build the `Element` in row `r` and column `j` of the thread.
 
     Args:
         site, rows, columns: see `templates.common.hooks`.
-        r, j: which row, which column.
-        part: which of the values: 0 for the score's, 1 for the mask's.
+        r, j: index of the row, index of the column.
+        part: index among the values of a row or a column: 0 for the score, 1 for the mask.
         score: score q . k.
     """
     q, row = rows[r]

@@ -1,4 +1,4 @@
-"""Estimate how many GPU instructions an expression takes."""
+"""Estimate the number of GPU instructions that an expression takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, is_relative, level_of
 
-# Instructions of the operations that take more than one, counted in the machine code of Blackwell
-# kernels (DSL 4.8.1), emitted by `attnkit.codegen.emit_cute.emit` with `fast=True`.
+# Instructions of operations that take more than one. Counted in the machine code of Blackwell
+# kernels (DSL 4.8.1) that `attnkit.codegen.emit_cute.emit` emits with `fast=True`.
 _TAKES = {
     "tanh": 3,
     "exp2": 5,
@@ -25,15 +25,16 @@ _TAKES = {
     "sin": 80,
     "cos": 80,
 }
-_LOAD, _FAR_LOAD = 5, 7  # index known by row, column or distance; index that needs row and column
-# A warp holds one row or few, so values of rows and heads are computed once for many scores.
+# Instructions of a load whose index depends on row, column or distance alone, and of other loads.
+_LOAD, _FAR_LOAD = 5, 7
+# A warp holds one row or a few, so values of rows and heads are computed once for many scores.
 _COUNTED = (Level.COLUMN, Level.RELATIVE, Level.ELEMENT)
 _DIVIDES = ("fdiv", "mod", "tdiv")
 _BY_CONSTANT, _BY_INT, _BY_FLOAT = 9, 20, 60
 
 
 def instructions(*roots: Node) -> int:
-    """Return an estimate of the instructions that these expressions take for each score.
+    """Estimate the instructions per score that the expressions `roots` take together.
 
     Values that are computed once per row or less often are not counted. Shared sub-expressions are
     counted once.
@@ -45,7 +46,7 @@ def instructions(*roots: Node) -> int:
 
 
 def _is_counted(n: Node) -> bool:
-    # the tables of predicted clocks were fitted with products of the scale counted for each score
+    # the tables of predicted clocks assume that products with the scale count for each score
     return level_of(n) in _COUNTED or "scale" in ir.reads(n)
 
 

@@ -1,9 +1,10 @@
-"""Say how the indices of loads are emitted: which may be negative, and which are clamped.
+"""Decide which load indices a kernel wraps (negative indices) and which it clamps.
 
-`sparsity.index_bounds` proves that every index stays inside its tensor. Some of these proofs depend on
-captured data, as that of `table[ids[q]]` on the numbers in `ids`. Data may be edited in a way that
-nobody sees before the kernel runs. So a kernel clamps such an index to its tensor, and reads wrong
-numbers at worst, but never outside. An index whose range follows from the lengths alone costs nothing.
+`sparsity.index_bounds` proves that every index stays inside its tensor. Some of these proofs depend
+on captured data: that of `table[ids[q]]` depends on the numbers in `ids`. Such data may be edited
+unnoticed before the kernel runs. So the kernel clamps an index of this kind to the bounds of the
+tensor: at worst it reads wrong numbers, but never out of bounds. Indices whose range follows from
+the sequence lengths alone are not clamped.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from attnkit.graph.ir import Node
 
 @dataclass(frozen=True)
 class LoadIndices:
-    """Says how the indices of loads are emitted.
+    """Holds the loads whose indices a kernel wraps, and the loads whose indices it clamps.
 
     Attributes:
-        wrap: loads whose index may be negative and then counts from the end; None: every load.
-            Arguments and nonnegative constants never wrap.
-        clamp: loads whose index is clamped to its tensor where it depends on captured data.
+        wrap: loads whose index may be negative and then counts from the end of the axis; None for
+            all loads. Arguments and nonnegative constants never wrap.
+        clamp: loads whose index, where it depends on captured data, is clamped to the tensor.
     """
 
     wrap: frozenset[Node] | None = None
     clamp: frozenset[Node] = frozenset()
 
     def flags(self, nodes: Iterable[Node]) -> list[tuple[bool, bool]]:
-        """Return for each load among the nodes whether it wraps, and whether it is clamped."""
+        """Return (whether it wraps, whether it is clamped) for each load among `nodes`."""
         return [
             (self.wrap is None or n in self.wrap, n in self.clamp) for n in nodes if n.op == "load"
         ]
@@ -39,10 +40,10 @@ class LoadIndices:
 def data_bound(
     roots: Iterable[Node], sizes: Mapping[str, int], shapes: Sequence[Sequence[int]]
 ) -> frozenset[Node]:
-    """Return the loads below the roots whose index stays inside its tensor only by captured data.
+    """Return the loads whose indices are in bounds only because of values of captured data.
 
     Args:
-        roots: expressions whose indices are proven to be in range.
+        roots: expressions, all of whose load indices are proven to be in bounds.
         sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
         shapes: shapes of the captured tensors by slot.
     """

@@ -1,7 +1,7 @@
-"""Find the loads whose indices may be negative, from ranges that follow from the lengths alone.
+"""Find the loads whose indices may be negative, by interval arithmetic on b, h, q and kv.
 
-A negative index counts from the end. That costs a kernel a comparison and a selection for each
-load, which it can save where the range of the index shows that it is not negative. An expression
+A negative index counts from the end of the axis. Wrapping it costs a kernel a comparison and a
+selection per load, which it can skip if the range of the index is nonnegative. An expression
 without a known range may be negative.
 """
 
@@ -17,7 +17,7 @@ Range: TypeAlias = tuple[int, int] | None
 
 
 def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]:
-    """Return the loads below the roots that may have a negative index.
+    """Return the loads in `roots` that may have a negative index.
 
     Args:
         roots: expressions.
@@ -35,7 +35,7 @@ def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]
 
 
 def ranges_of(roots: Iterable[Node], sizes: Mapping[str, int]) -> dict[Node, Range]:
-    """Return the ranges of all nodes below the roots that follow from the lengths; None: unknown.
+    """Return the (lowest, highest) value of each integer or bool node in `roots`; None if unknown.
 
     Args:
         roots: expressions.

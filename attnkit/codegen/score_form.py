@@ -1,13 +1,14 @@
-"""Bring a score_mod to the form in which a kernel computes it, in units of log2.
+"""Convert a score_mod to the form in which a kernel computes it, in log2 units.
 
-    2**(x - maximum)   with   x = score * factor + column + slope * (kv - origin) + bias
+    2**(x - maximum)   with   x = score * factor + slope * (kv - origin) + bias
 
-The softmax scale and log2(e) are folded in, so that a mod that is linear in the score costs one
-multiply-add per score before the exponential. A term that depends on the row alone does not change
-the probabilities: the kernel leaves it out of x and adds it to the LSE. A term that is linear in kv
-with a factor known per head, such as ALiBi's, is split around an origin: a part known per row, one
-per block and one per column of any block. A kernel that can add slope * (kv - q) faster by itself
-asks for that term separately (`separate_distance`).
+The softmax scale and log2(e) are folded into the factors, so that a score_mod that is linear in the
+score costs one multiply-add per score before the exponential. A term that depends on the row alone
+does not change the probabilities: the kernel leaves it out of x and adds it to the LSE. A term that
+is linear in kv, with a factor that depends on the head alone, such as that of ALiBi, is split at an
+origin into three parts: one per row, one per block, and one per column that is the same in all
+blocks. A kernel that can add slope * (kv - q) faster by itself requests that term separately
+(`separate_distance`).
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ _COLUMN = _HEAD | {"kv"}
 
 
 class ScoreForm(NamedTuple):
-    """Holds the parts of a score_mod: `score` in them is q . k, `scale` the softmax scale.
+    """Holds the parts of a score_mod as expressions of `score` (q . k) and `scale` (softmax scale).
 
     Attributes:
-        factor: factor of the score, log2 units, free of the score; None if x is not linear in it.
+        factor: factor of the score, log2 units, independent of the score; None if x is not linear
+            in the score.
         bias: term added to score * factor, log2 units; x itself if `factor` is None; None for 0.
-        slope: factor of kv - origin, log2 units, known per head; None for 0.
+        slope: factor of (kv - origin), log2 units, which depends on the head alone; None for 0.
         row: term that is left out of x and added to the LSE, natural units, as an expression of q
             and of kv = origin; None for 0.
-        ceiling: a bound on |x| for any score, log2 units; None if there is none.
-        distance: factor of kv - q, log2 units, known per head, if `separate_distance` was asked
-            for; None for 0, or if `slope` and `row` include the term.
+        ceiling: bound on |x| for all scores, log2 units; None if no bound is known.
+        distance: factor of (kv - q), log2 units, which depends on the head alone; None for 0, or
+            without `separate_distance`: `slope` and `row` then include the term.
     """
 
     factor: Node | None
@@ -53,20 +55,20 @@ class ScoreForm(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Return whether x is the score times a positive constant times the scale."""
+        """Return whether x is the score times the scale times a positive constant."""
         return self.bias is None and self.slope is None and _positive(self.factor)
 
     @property
     def additive(self) -> bool:
-        """Return whether the mod only adds a term that does not depend on the score."""
+        """Return whether the score_mod only adds a term that does not depend on the score."""
         return self.factor is build("mul", SCALE, const(LOG2E))
 
 
 def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:
-    """Bring a score_mod to the form that a kernel computes; None stands for the score itself.
+    """Convert a score_mod to the `ScoreForm` that a kernel computes.
 
     Args:
-        root: the score_mod.
+        root: the score_mod; None for the unmodified score.
         separate_distance: whether to return terms slope * (kv - q) as `distance`, not as `slope`
             and `row`.
     """
@@ -115,7 +117,7 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
 
 
 def _positive(factor: Node | None) -> bool:
-    """Return whether a factor is the scale times a positive constant."""
+    """Return whether `factor` is the scale times a positive constant."""
     if factor is None or factor.op != "mul" or factor.args[0] is not SCALE:
         return False
     other = factor.args[1]
@@ -127,7 +129,7 @@ def _mapped(n: Node | None, by: Node) -> Node | None:
 
 
 def _terms(n: Node, sign: int) -> Iterable[Node]:
-    """Yield the terms of a float sum, each times `sign` (1 or -1), without zeros."""
+    """Yield the nonzero terms of a float sum, each multiplied by `sign` (1 or -1)."""
     if n.type == F32 and n.op in ("add", "sub"):
         yield from _terms(n.args[0], sign)
         yield from _terms(n.args[1], sign if n.op == "add" else -sign)
@@ -145,7 +147,7 @@ def _sum(terms: list[Node]) -> Node | None:
 
 
 def _scaled(n: Node, by: Node) -> Node:
-    """Return n times the constant `by`; a constant factor of n is multiplied with `by`."""
+    """Return `n` times the constant `by`, merged with a constant factor of `n` if it has one."""
     if n.op == "const":
         return const(float(str(n.attr)) * float(str(by.attr)))
     if n.op == "mul":
@@ -156,7 +158,7 @@ def _scaled(n: Node, by: Node) -> Node:
 
 
 def unscaled(core: Node) -> Node:
-    """Replace the score by q . k times the scale; multiply constant factors into the scale."""
+    """Replace the score by q . k * scale in `core`; fold constant factors into the scale."""
     mapping = {SCORE: build("mul", SCORE, SCALE)}
     for n in ir.topo(core):
         product = _times_scale(n)
@@ -166,7 +168,7 @@ def unscaled(core: Node) -> Node:
 
 
 def _times_scale(n: Node) -> Node | None:
-    """Rewrite score * c, c * score or score / c, with a constant c, as q . k * (scale * c)."""
+    """Rewrite score * c or score / c, c a constant, as q . k * (scale * c); else return None."""
     if n.op == "mul" and SCORE in n.args:
         other = n.args[1] if n.args[0] is SCORE else n.args[0]
         if other.op == "const":
@@ -179,7 +181,11 @@ def _times_scale(n: Node) -> Node | None:
 
 
 def kv_slope(n: Node) -> Node | None:
-    """Return the factor of kv in an expression linear in kv, if it is known per head; else None."""
+    """Return the factor of kv in an expression that is linear in kv.
+
+    The result is None if the expression may not be linear, or if the factor is zero or depends on
+    more than the head.
+    """
     slope = _slope(n)
     if slope is None or slope is const(0.0) or not ir.reads(slope) <= _HEAD:
         return None
@@ -187,7 +193,7 @@ def kv_slope(n: Node) -> Node | None:
 
 
 def _slope(n: Node) -> Node | None:
-    """Return the derivative by kv of an expression that is linear in kv; None if it may not be."""
+    """Return the derivative of `n` with respect to kv; None if `n` may not be linear in kv."""
     zero, one = const(0.0), const(1.0)
     if n is KV:
         return one
@@ -213,7 +219,7 @@ def _slope(n: Node) -> Node | None:
 
 
 def _vanishes(n: Node) -> bool:
-    """Return whether a term with a kv slope is 0 at q == kv, so that it is slope * (kv - q)."""
+    """Return whether a term that is linear in kv is 0 at q == kv, and so is slope * (kv - q)."""
     if n.op in ("add", "sub"):
         operands = tuple(a.args[0] if a.op == "cast" else a for a in n.args)
         if n.op == "sub" and operands in ((KV, Q), (Q, KV)):
@@ -225,7 +231,7 @@ def _vanishes(n: Node) -> bool:
 
 
 def _reach(n: Node) -> tuple[float, float] | None:
-    """Return bounds of a float expression for any score; None if its operations show none."""
+    """Return (lower, upper) bounds of a float expression for all scores; None if unknown."""
     if n.op == "const":
         value = float(str(n.attr))
         return (value, value) if math.isfinite(value) else None

@@ -1,6 +1,7 @@
-"""Emit expressions into a kernel, each part at the level where it is known (see `graph.staging`).
+"""Emit expressions into a kernel in stages: per head, row, column, distance and score.
 
-This is plain Python that runs while a kernel is traced.
+`graph.staging` decides the level of each sub-expression. The methods are plain Python that runs
+while a kernel is traced.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ Key: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Element:
-    """Describes one score of a thread: its position, the values of its row and column, and q . k.
+    """Holds one score of a thread: its position, the values of its row and column, and q . k.
 
     Attributes:
         q, kv: positions.
-        row, column: values of `Stages.row` and `Stages.column`.
-        step: identifies q - kv among the thread's elements: equal steps, equal q - kv; None if not
-            known.
-        score: q . k; None where not needed.
-        grad: gradient of the modified score, for adjoints; None where not needed.
+        row, column: results of `Stages.row` and `Stages.column`.
+        step: key of q - kv among the thread's elements. Elements with equal steps have equal
+            q - kv. None if not known.
+        score: q . k; None if not needed.
+        grad: gradient of the modified score, for adjoints; None if not needed.
     """
 
     q: Any
@@ -41,12 +42,12 @@ class Element:
 
 
 class Stages:
-    """Emits expressions in stages, one for each level.
+    """Emits expressions in stages, one for each staging level, so that values are reused.
 
     Args:
         roots: the expressions.
         indices: which loads wrap negative indices, and which are clamped.
-        fast: use the GPU's approximate instructions, as in `emit`.
+        fast: whether to use the approximate instructions of the GPU, as in `emit`.
     """
 
     def __init__(
@@ -58,31 +59,31 @@ class Stages:
         self._nodes = hoisted(self.roots)
 
     def nodes_at(self, level: Level) -> tuple[Node, ...]:
-        """Return the sub-expressions that are emitted at a level."""
+        """Return the sub-expressions that are emitted at `level`."""
         return self._nodes[level]
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
-        """Emit the values that are known per head, once per tile."""
+        """Emit the values that depend on the head alone; called once per tile."""
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         return tuple(self._emit(self._nodes[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
-        """Emit the values that are known per row."""
+        """Emit the values that depend on row `q` and the head."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
         return tuple(self._emit(self._nodes[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
-        """Emit the values that are known per column."""
+        """Emit the values that depend on column `kv` and the head."""
         env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
         return tuple(self._emit(self._nodes[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
         self, site: Any, tensors: Sequence[Any], head: Values, elements: Sequence[Element]
     ) -> dict[Key, Values]:
-        """Emit the values that depend on q - kv alone, once per step.
+        """Emit the values that depend on q - kv alone; return them by step.
 
-        They are emitted for the first element of each step. Its positions must be in range if those
-        of any element of that step are. Elements without a step get none.
+        The values of a step are emitted for the first element with that step. Its positions must be
+        in range if those of any other element of the step are. Elements without a step are skipped.
         """
         nodes = self._nodes[Level.RELATIVE]
         values: dict[Key, Values] = {}
@@ -100,13 +101,14 @@ class Stages:
         elements: Sequence[Element],
         relatives: Mapping[Key, Values],
     ) -> list[list[Any]]:
-        """Emit the roots for each element.
+        """Emit the roots for each element; return a list of root values per element.
 
         Args:
-            site, tensors: where the tile is, and the captured tensors by slot.
-            head: values of `head`.
+            site: position of the tile, see `templates.common.hooks.Site`.
+            tensors: captured tensors by slot.
+            head: result of `head`.
             elements: the elements.
-            relatives: values of `relatives` by step; elements of other steps compute them.
+            relatives: result of `relatives`. Elements of other steps compute these values.
         """
         values = []
         for e in elements:

@@ -1,5 +1,5 @@
-"""Run the public operator: validate a call, prepare it once, launch it, reuse it.
+"""Run `flex_attention`: validate a call, prepare it once, launch it, and reuse the preparation.
 
-In: the arguments of `attnkit.flex_attention`. Out: tensors. `api` shows the steps of a call on
-one screen. Imported by `inspection`, `testing` and `cli`.
+In: the arguments of `attnkit.flex_attention`. Out: tensors. `api` contains the steps of a call.
+`inspection`, `testing` and `cli` import this package.
 """

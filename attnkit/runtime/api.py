@@ -1,4 +1,4 @@
-"""Define the public operator, with the signature and meaning of PyTorch's flex_attention."""
+"""Define the public function `flex_attention`, compatible with that of PyTorch."""
 
 from __future__ import annotations
 
@@ -35,39 +35,41 @@ def flex_attention(
     """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
     The softmax runs over the scores that the mask keeps. The result equals that of dense attention
-    to the rounding of the dtype. It is differentiable in query, key, value, the LSE and the float
-    tensors that score_mod captures. Empty tiles are not computed. A fully masked row gives output
-    0, LSE -inf and zero gradients. Captured tensors may be edited in place by anyone. On a GPU a
-    write that torch's version counter does not see (by a kernel, a fused optimizer, a collective)
-    needs `attnkit.invalidate(tensor)` after it; if that is missing, a later call raises.
+    up to the rounding of the dtype. The output and the LSE are differentiable in query, key, value
+    and the float tensors that score_mod captures. Empty tiles are not computed. A fully masked row
+    has output 0, LSE -inf and zero gradients. Captured tensors may be edited in place between
+    calls. After a write on a GPU that torch's version counter does not record (by a kernel, a fused
+    optimizer, a collective), call `attnkit.invalidate(tensor)`; otherwise a later call raises.
 
-    Under torch.autocast query, key and value are cast to its dtype (float64 is not); operations
-    inside are not autocast. In torch.compile a call is one operator, which classifies tiles when it
-    runs; there backend="eager" is refused. Tensors without data, on the meta device or in a
-    FakeTensorMode, give results without data.
+    Under torch.autocast, query, key and value are cast to the autocast dtype, except float64; the
+    operations inside are not autocast. In torch.compile a call is one operator, which classifies
+    tiles when it runs; backend="eager" is rejected there. Tensors without data (on the meta device
+    or in a FakeTensorMode) give results without data.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64, any strides.
         key: [B or 1, Hkv, Skv, D], same dtype and device.
         value: [B or 1, Hkv, Skv, Dv], same dtype and device.
-        score_mod: `score_mod(score, b, h, q, kv) -> score`, called once with symbols. The score is
-            float32 (float64 for float64 inputs), the indices int32; h is the query head.
+        score_mod: `score_mod(score, b, h, q, kv) -> score`, traced by one call with symbolic
+            values. The score is float32 (float64 for float64 inputs), the indices are int32, and h
+            is the query head.
         block_mask: a `BlockMask` (PyTorch's too), a `Mask`, a `mask_mod(b, h, q, kv) -> bool`, or
             None to keep everything.
-        scale: factor on q k^T, 1 / sqrt(D) if None.
-        enable_gqa: allow fewer heads in key and value; query head h reads kv head
-            h // (Hq // Hkv).
-        return_lse: also return the LSE, [B, Hq, Sq], natural logarithm.
-        kernel_options: BLOCK_M and BLOCK_N set the tiles of a mask given as a function; the other
-            options of FlexAttention are accepted and change nothing.
-        return_aux: which auxiliary outputs to return, instead of return_lse.
-        backend: "auto" (the GPU kernel where there is one for this call, else "cpu"), "cpu" (torch
-            operators over the tiles that the mask keeps, any device), "eager" (dense oracle),
+        scale: factor on q k^T; None for 1 / sqrt(D).
+        enable_gqa: whether key and value may have fewer heads than query. Query head h reads kv
+            head h // (Hq // Hkv).
+        return_lse: whether to also return the LSE, [B, Hq, Sq], natural logarithm.
+        kernel_options: BLOCK_M and BLOCK_N set the tile sizes for a mask given as a function. Other
+            options of FlexAttention are accepted and ignored.
+        return_aux: which auxiliary outputs to return, as an alternative to return_lse.
+        backend: "auto" (the GPU kernel if one supports this call, else "cpu"), "cpu" (torch
+            operators over the tiles that the mask keeps, any device), "eager" (dense reference),
             "cute" (the GPU kernel or an error: Hopper or Blackwell, float16 or bfloat16), "emulate"
             (the Hopper kernel executed on the CPU, for tiny sizes), "emulate:sm_100a" (the same for
-            the Blackwell kernel). Where a kernel has no backward, torch operators compute it.
-        deterministic: same inputs give the same bits, in the backward too; so does
-            torch.use_deterministic_algorithms. The cpu and eager backends always do on a CPU.
+            the Blackwell kernel). If a kernel has no backward, torch operators compute it.
+        deterministic: whether the same inputs must give the same bits, also in the backward.
+            torch.use_deterministic_algorithms has the same effect. The cpu and eager backends are
+            always deterministic on a CPU.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -75,12 +77,14 @@ def flex_attention(
 
     Raises:
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.
-        BoundsError: an index leaves its captured tensor, or index arithmetic leaves int32.
-        ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: wrong arguments; DTypeError
-            also if a query narrower than float64 reads captured float64 data, and rounding that
-            data to float32 would change the result.
-        UnsupportedError: the backend asked for cannot run here.
-        StaleDataError: an earlier call on a GPU ran with data that was edited behind torch's back.
+        BoundsError: an index is out of bounds of its captured tensor, or index arithmetic overflows
+            int32.
+        ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: an argument is invalid.
+            DTypeError also if the query is not float64, and rounding captured float64 data to
+            float32 would change the result.
+        UnsupportedError: the requested backend cannot run here.
+        StaleDataError: data of an earlier call on a GPU was edited by a write that torch's version
+            counter does not record.
     """
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
@@ -131,7 +135,7 @@ def flex_attention(
 
 
 def _first_call(call: AttentionCall) -> Any:
-    """Prepare a call, run it, and cache the prepared call if it has a key (slow path)."""
+    """Slow path: prepare a call, run it, and cache the prepared call if it has a key."""
     preparation = prepare(call)
     prepared, captured = preparation.call, preparation.bound.captured
     result = torch_ops.run(prepared, call.inputs(captured))

@@ -1,4 +1,4 @@
-"""Trace a score_mod and a mask, check that their indices stay in range, and classify tiles."""
+"""Trace a score_mod and a mask, check that their indices stay in bounds, and classify tiles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class TracedVariant:
     """Holds the traced graphs of a score_mod and a mask.
 
     Attributes:
-        score, mask: the graphs, None where there is no function.
-        block_mask: the mask as the caller passed it. A `BlockMask` (PyTorch's too) also has lengths
-            and block lists.
+        score, mask: the traces; None for a missing function.
+        block_mask: the mask as the caller passed it. It may be a `BlockMask`, which has lengths, or
+            PyTorch's, which also has block lists.
         score_mod: the score_mod as the caller passed it, with its declared tables.
     """
 
@@ -53,7 +53,7 @@ class TracedVariant:
     score_mod: Any = None
 
     def data_guard(self) -> DataGuard:
-        """Record the data on which the tiles and the proofs of indices depend.
+        """Return a guard of the data on which the tiles and the bounds proofs depend.
 
         The order is that of `CallKey.data`: the score's tensors, block lists, the mask's tensors.
         """
@@ -74,12 +74,12 @@ class TracedVariant:
         return DataGuard(states, names, range(start, start + len(lists)))
 
     def block_lists_data(self) -> tuple[Tensor, ...]:
-        """Return PyTorch's block lists, none for another mask."""
+        """Return the block lists of PyTorch's BlockMask; () for another mask."""
         return flex_lists(self.block_mask)[0] if is_flex(self.block_mask) else ()
 
     @property
     def block_lists(self) -> tuple[int, int] | None:
-        """Return the tile sizes of PyTorch's block lists, which override the mask; None if none."""
+        """Return the tile sizes of PyTorch's BlockMask; None for another mask."""
         if not is_flex(self.block_mask):
             return None
         rows, columns = self.block_mask.BLOCK_SIZE
@@ -91,12 +91,12 @@ class Bound:
     """Holds the graphs and the tiles of a variant for the shapes of one call.
 
     Attributes:
-        score: the traced score_mod, None if it does not change the score.
-        mask: the traced mask_mod, None if it keeps everything.
-        runs: tiles to visit, None for all.
+        score: the traced score_mod; None if it does not change the score.
+        mask: the traced mask_mod; None if it keeps everything.
+        runs: tiles to visit; None for all.
         lists_override_mask: whether the runs come from block lists of PyTorch's BlockMask, which
             override the mask_mod.
-        program: the graphs, as operators take them.
+        program: the graphs in the form that kernels and operators take.
     """
 
     score: Traced | None
@@ -107,15 +107,15 @@ class Bound:
 
     @property
     def captured(self) -> Captured:
-        """Return the tensors that the graphs read."""
+        """Return the tensors that the score and the mask capture."""
         return Captured(*(() if t is None else t.tensors for t in (self.score, self.mask)))
 
 
 def check_functions(score_mod: Any, mask: Any) -> None:
-    """Check the types of a score_mod and a mask.
+    """Raise an ArgumentError if a score_mod or a mask has the wrong type.
 
     Raises:
-        ArgumentError: one of them is neither a function nor a mask.
+        ArgumentError: `score_mod` is not a function, or `mask` is neither a function nor a mask.
     """
     if score_mod is not None and not callable(score_mod):
         raise ArgumentError(
@@ -131,15 +131,15 @@ def check_functions(score_mod: Any, mask: Any) -> None:
 
 
 def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
-    """Trace a score_mod and a mask, or reuse their traces.
+    """Trace a score_mod and a mask, or look up their cached traces.
 
     Args:
         score_mod: `score_mod(score, b, h, q, kv) -> score`, or None.
         mask: a `Mask`, a `mask_mod(b, h, q, kv) -> bool`, a `BlockMask` (PyTorch's too), or None.
-        device: where the query lives.
+        device: device of the query.
 
     Raises:
-        ArgumentError: one of them is neither a function nor a mask.
+        ArgumentError: `score_mod` is not a function, or `mask` is neither a function nor a mask.
         TraceError: a function cannot be traced.
     """
     check_functions(score_mod, mask)
@@ -151,14 +151,14 @@ def trace(score_mod: Any, mask: Any, device: torch.device) -> TracedVariant:
 
 
 def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]:
-    """Check that the graphs are legal for these tensors: devices, lengths, indices, rounding.
+    """Check that the graphs are valid for these tensors: devices, lengths, indices, rounding.
 
     Returns:
-        The loads whose index could not be proven to stay inside its tensor. Torch operators check
-        them at run time; GPU kernels refuse such graphs.
+        The loads whose index could not be proven to stay inside its tensor. The cpu template checks
+        them at run time. GPU kernels do not support such graphs.
 
     Raises:
-        BoundsError, ShapeError, DTypeError, DeviceError: as documented for `flex_attention`.
+        BoundsError, ShapeError, DTypeError, DeviceError: see `flex_attention`.
     """
     score, mask, block_mask = variant.score, variant.mask, variant.block_mask
     for what, t in (("score_mod", score), ("mask_mod", mask)):
@@ -180,7 +180,7 @@ def prove(variant: TracedVariant, query: Tensor, key: Tensor) -> frozenset[Node]
 
 
 def _check_block_mask(block_mask: Any, mask: Traced, query: Tensor, key: Tensor) -> None:
-    """Check that a BlockMask was built for the shapes and the device of a call."""
+    """Raise an error if a BlockMask was built for other shapes or another device."""
     check_mask_shape(block_mask.shape[0], block_mask.shape[1], block_mask.seq_lengths, query, key)
     if isinstance(block_mask, BlockMask):
         names = ir.reads(mask.root)
@@ -212,13 +212,13 @@ def classify(
     key: Tensor,
     block: tuple[int, int],
 ) -> Bound:
-    """Classify the tiles of a call as empty, partial or full.
+    """Classify the tiles of a call as EMPTY, PARTIAL or FULL; return them with the graphs.
 
     Args:
         variant: the graphs.
         unproven: result of `prove`.
         query, key: tensors of the call.
-        block: query and kv tile size.
+        block: (query, kv) tile sizes.
     """
     score, mask = variant.score, variant.mask
     if score is not None and score.root is ir.arg("score"):
@@ -265,7 +265,7 @@ def _runs(
 
 
 def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Return the block lists of PyTorch's BlockMask, and a hashable key of its other settings."""
+    """Return the block lists of PyTorch's BlockMask and a hashable key of its other settings."""
     lists = mask.kv_num_blocks, mask.kv_indices
     full = mask.full_kv_num_blocks, mask.full_kv_indices
     has_full = full[0] is not None and full[1] is not None
@@ -273,6 +273,6 @@ def flex_lists(mask: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
 
 
 def is_flex(mask: Any) -> bool:
-    """Return whether this is PyTorch's BlockMask, without importing the module of that class."""
+    """Return whether `mask` is PyTorch's BlockMask, without importing the module of that class."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(mask, module.BlockMask)

@@ -1,4 +1,4 @@
-"""Define `AttentionCall`, which holds the arguments of `flex_attention` and checks them."""
+"""Define `AttentionCall`, the arguments of one call of `flex_attention`, and check them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from attnkit.util.arguments import (
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Holds the options of a call after they were checked.
+    """Holds the validated options of a call.
 
     Attributes:
         scale: factor on q k^T.
         aux: which auxiliary outputs to return.
-        block: tile sizes that the caller gave, else the object `BLOCK`, compared by identity.
+        block: tile sizes that the caller passed; the object `BLOCK` (test with `is`) if none.
         notes: options of FlexAttention that attnkit accepts and ignores.
     """
 
@@ -42,7 +42,7 @@ class CallSettings:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Holds the arguments of one call of `flex_attention`, which documents them."""
+    """Holds the arguments of one call of `flex_attention`; see there for their meaning."""
 
     query: Tensor
     key: Tensor
@@ -58,11 +58,11 @@ class AttentionCall:
     deterministic: bool = False
 
     def check(self) -> CallSettings:
-        """Check every argument except the functions, which `bind.trace` checks.
+        """Validate all arguments except the functions, which `bind.trace` validates.
 
         Raises:
             ArgumentError, ShapeError, DTypeError, DeviceError, OptionError, UnsupportedError:
-                as documented for `flex_attention`.
+                see `flex_attention`.
         """
         check_tensors(self.query, self.key, self.value, self.enable_gqa)
         scale = check_scale(self.scale, self.query.shape[-1])
@@ -73,11 +73,11 @@ class AttentionCall:
 
     @property
     def is_deterministic(self) -> bool:
-        """Return whether the backward must add its sums in a fixed order."""
+        """Return whether the caller or a setting of torch requires a deterministic backward."""
         return self.deterministic or torch.are_deterministic_algorithms_enabled()
 
     def inputs(self, captured: Captured) -> ForwardInputs:
-        """Return the tensors and the scale of the call.
+        """Build the `ForwardInputs` of the call from its tensors, its scale and `captured`.
 
         Raises:
             OptionError: `scale` is not a finite number.
@@ -86,12 +86,12 @@ class AttentionCall:
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
     def results(self, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> Any:
-        """Return the output in the form that the caller asked for, see `flex_attention`.
+        """Return out, (out, LSE) or (out, AuxOutput), as `return_lse` and `return_aux` request.
 
         Args:
             out: [B, Hq, Sq, Dv].
             lse: [B, Hq, Sq], natural logarithm.
-            max_scores: [B, Hq, Sq], if the call needs them.
+            max_scores: [B, Hq, Sq]; None if the call does not return them.
         """
         aux = self.return_aux
         if aux is None:
@@ -100,7 +100,7 @@ class AttentionCall:
 
 
 def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Cast query, key and value to the dtype of `torch.autocast`, as it does for matmul."""
+    """Return query, key and value cast to the dtype of `torch.autocast` if it is enabled."""
     kind = query.device.type if isinstance(query, Tensor) else ""
     if not kind or not torch.is_autocast_enabled(kind):
         return query, key, value

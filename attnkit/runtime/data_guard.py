@@ -1,9 +1,9 @@
-"""Check that kernels see the data from which the tiles and proofs of their call were derived.
+"""Detect edits of captured data after tiles and bounds proofs were derived from it.
 
-On the CPU `DataState` compares the data before every use. On a GPU a comparison would wait for the
-device. There a small kernel runs before those of the call, on the same stream and in the same CUDA
-graph. It compares fingerprints and reports a difference through host memory. The next call reads
-the report and raises `StaleDataError`.
+On the CPU, `DataState` compares the data before every use. On a GPU, such a comparison would have
+to synchronize. Instead a small kernel runs before the kernels of the call, on the same stream and
+in the same CUDA graph. It compares fingerprints and reports a difference through host memory. The
+next call reads the report and raises `StaleDataError`.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _ADVICE = (
 
 
 class DataGuard:
-    """Checks the tensors on whose data the tiles and proofs of a prepared call depend.
+    """Checks the tensors on whose data the tiles and bounds proofs of a prepared call depend.
 
     Attributes:
-        states: the data of each tensor when the call was prepared.
+        states: the state of each tensor's data when the call was prepared.
         names: names of the tensors, for messages.
         on_gpu: whether `check` has to run before the kernels of the call.
-        device: the GPU on which data was compared; None if none was.
+        device: the GPU on which data was last compared; None if none was.
     """
 
     def __init__(
         self, states: Sequence[DataState], names: Sequence[str], lists: range = range(0)
     ) -> None:
-        """Keep states that were recorded before anything was derived from the data.
+        """Create a guard from states that were recorded before the data was used.
 
         Args:
             states: states of captured tensors and block lists.
             names: names of the tensors.
-            lists: positions of the block lists. A backward does not read them.
+            lists: positions of the block lists, which a backward does not read.
         """
         self.states = tuple(states)
         self.names = tuple(names)
@@ -70,17 +70,17 @@ class DataGuard:
             _guards[self._number] = self
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these are the same tensors with the same data, as far as the host sees."""
+        """Return whether `tensors` are the recorded ones, with no edit that the host can detect."""
         for state, t in zip(self.states, tensors, strict=True):
             if not state.holds(t):
                 return False
         return True
 
     def check(self) -> None:
-        """Compare the data on the GPU with its fingerprints, on the current stream.
+        """Launch the comparison of GPU data with its fingerprints on the current stream.
 
-        Call it before the kernels of a call for which `holds` is true. `raise_if_stale` reports a
-        difference later.
+        Call this before the kernels of a call for which `holds` is true. A later `raise_if_stale`
+        reports a difference.
         """
         if self.on_gpu and not setting.trusts:
             check = self._check
@@ -89,10 +89,13 @@ class DataGuard:
             self._launch(check)
 
     def check_backward(self) -> None:
-        """Check that a backward sees the data of its forward; on a GPU as `check` does.
+        """Check that the data is the same in a backward as in its forward.
+
+        GPU data is compared asynchronously, as by `check`.
 
         Raises:
-            StaleDataError: it does not. Autograd has already refused edits that torch saw.
+            StaleDataError: the data has changed. Autograd itself rejects edits that raise torch's
+                version counter.
         """
         if setting.trusts:
             return
@@ -106,7 +109,7 @@ class DataGuard:
             self._launch(self._backward_check)
 
     def _new_check(self, without: range) -> FingerprintCheck | None:
-        """Prepare the kernel that compares the data; None if there is none to compare."""
+        """Build the GPU check of all states except positions `without`; None if none is needed."""
         watched = {
             i: (t, s.expected)
             for i, s in enumerate(self.states)
@@ -123,38 +126,40 @@ class DataGuard:
         if check.device.type == "cuda" and is_stream_capturing():
             from attnkit.splice.graph_capture import keep_while_replayable
 
-            # the graph reads the memory at each replay, even if the caller drops the tensors
+            # the graph reads the memory at each replay, even if the caller frees the tensors
             tensors = [t for s in self.states if (t := s.reference()) is not None]
             memory = [t.untyped_storage() for t in tensors]
             keep_while_replayable(check.device, (self, memory))
         check()
 
     def digest(self) -> int:
-        """Return a number for the data that a backward reads; 0 if the host cannot know it."""
+        """Return a hash of the data that a backward reads; 0 if the host cannot compute it."""
         states = [s for i, s in enumerate(self.states) if i not in self._lists]
         return data_digest(states)
 
     def check_digest(self, forward: int) -> None:
-        """Check that a backward has the data of its forward, where the two share no state.
+        """Raise a StaleDataError if the data differs from that of the forward, by its digest.
+
+        This serves operators whose forward and backward share no guard.
 
         Args:
             forward: `digest` of the forward's guard.
 
         Raises:
-            StaleDataError: it has not.
+            StaleDataError: both digests are known and differ.
         """
         own = self.digest()
         if forward and own and forward != own and not setting.trusts:
             raise StaleDataError(_between(f"captured data ({', '.join(self.names)})"))
 
     def description(self, position: int) -> str:
-        """Describe a tensor for a message. Dynamo has names of its own, so it says the shape too."""
+        """Return name, dtype and shape of the tensor at `position` as text for a message."""
         t = self.states[position].reference()
         kind = "" if t is None else f" ({t.dtype}, shape {tuple(t.shape)})"
         return f"captured tensor {self.names[position]!r}{kind}"
 
     def forget(self) -> None:
-        """Forget everything that was derived from the tensors."""
+        """Invalidate everything that was derived from the tensors."""
         for state in self.states:
             t = state.reference()
             if t is not None:
@@ -162,7 +167,7 @@ class DataGuard:
 
 
 def _between(what: str) -> str:
-    """Return the message for data that was changed between a forward and its backward."""
+    """Return the error message for data that changed between a forward and its backward."""
     return (
         f"{what} was changed between a forward and its backward, by a write that torch's version "
         "counter does not see; the gradients would be those of neither. Do not write to it before "
@@ -171,11 +176,11 @@ def _between(what: str) -> str:
 
 
 def raise_if_stale() -> None:
-    """Raise if a kernel found data that differs from that of which tiles and proofs were derived.
+    """Raise a StaleDataError if a kernel has reported data that differs from its fingerprint.
 
     Raises:
-        StaleDataError: it did. Everything derived from the data is forgotten, so that the next call
-            starts from the data as it is now.
+        StaleDataError: a difference was reported. Everything derived from the data is invalidated,
+            so that the next call uses the current data.
     """
     code = stale_report.code[0]
     if code:

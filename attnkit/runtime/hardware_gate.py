@@ -1,10 +1,10 @@
-"""Decide whether to use kernels on a GPU on which they have not been verified.
+"""Decide whether kernels may run on a GPU on which they have not been verified.
 
-A self-check tests them once on each machine, in a subprocess, so that a kernel that crashes or
-hangs does not take the caller down. Its verdict is cached on disk with the compiled kernels if it is
-about numbers: they are right, or they are wrong. The key contains the version of the package, the
-name of the GPU and the version of its driver. A self-check that does not end, or a call that fails,
-may find a busy GPU; that counts for this process only.
+A self-check tests the kernels once on each machine. It runs in a subprocess, so that a kernel that
+crashes or hangs does not affect the caller. If it compared results, the verdict (correct or wrong)
+is cached on disk with the compiled kernels. The key contains the version of the package, the name
+of the GPU and the version of its driver. A self-check that times out or fails otherwise may be due
+to a busy GPU, so its verdict applies to this process only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
 
-# Seconds for the whole self-check, compilation included. A process that waits for another one's
-# check has only the rest of them for its own.
+# Time limit of the whole self-check in seconds, compilation included. The time that a process waits
+# for the self-check of another process counts too.
 TIMEOUT = 600.0
-_RIGHT, _WRONG = 0, 10  # exit status of `attnkit.testing.selfcheck`, which is above this room
+_RIGHT, _WRONG = 0, 10  # exit status of `attnkit.testing.selfcheck`, which cannot be imported here
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 _verdicts: dict[tuple[Target, torch.device], str] = {}
@@ -35,8 +35,9 @@ class Verdict(NamedTuple):
     """Holds the result of a self-check.
 
     Attributes:
-        reason: why the kernels must not run; "" if they are right.
-        in_numbers: whether results were compared, so that the same will be found next time.
+        reason: why the kernels must not run; "" if they are correct.
+        in_numbers: whether results were compared, so that a repeated check would give the same
+            verdict.
     """
 
     reason: str
@@ -46,8 +47,8 @@ class Verdict(NamedTuple):
 def reason_against(target: Target, device: torch.device) -> str:
     """Return why the kernels of a target must not run on a CUDA device; "" if they may.
 
-    The first call on a machine runs the self-check, which takes a minute or two. If it fails, this
-    also warns.
+    The first call on a machine runs the self-check, which takes a minute or two. A failed
+    self-check also emits a RuntimeWarning.
     """
     if target.proven:
         return ""
@@ -67,7 +68,7 @@ def reason_against(target: Target, device: torch.device) -> str:
 
 
 def _cached_verdict(target: Target, device: torch.device) -> Verdict:
-    """Read the verdict of this machine from disk, or run the self-check; store what it compared."""
+    """Return the verdict stored on disk, or run the self-check and store its verdict if final."""
     end = time.monotonic() + TIMEOUT
     cache, key = KernelCache(), full_key(_cache_source(target, device))
     with cache.lock(key, patience=TIMEOUT):  # another process may be testing
@@ -81,7 +82,7 @@ def _cached_verdict(target: Target, device: torch.device) -> Verdict:
 
 
 def _cache_source(target: Target, device: torch.device) -> Source:
-    """Describe what a verdict depends on, in the form of a source for the kernel cache."""
+    """Return a pseudo kernel source whose key identifies the verdict in the kernel cache."""
 
     def build() -> None:
         raise AssertionError("a verdict is not compiled")
@@ -96,7 +97,7 @@ def _cache_source(target: Target, device: torch.device) -> Source:
 
 
 def _driver_version() -> str:
-    """Return the line in which the NVIDIA driver names its version; "" where there is none."""
+    """Return the version line of the NVIDIA driver; "" if the system does not provide it."""
     try:
         return _DRIVER.read_text(errors="replace").partition("\n")[0]
     except OSError:  # WSL has no such file
@@ -107,9 +108,9 @@ def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT
     """Run `attnkit.testing.selfcheck` in a subprocess.
 
     Args:
-        target: whose kernels to test.
-        device: on which device.
-        seconds: when to give up.
+        target: the target whose kernels to test.
+        device: the device to test on.
+        seconds: time limit.
     """
     late = Verdict(f"their test did not end within {TIMEOUT:.0f} seconds", in_numbers=False)
     if seconds <= 0:
@@ -138,7 +139,7 @@ def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a process without waiting for one that hangs in the driver."""
+    """Kill a process; wait at most five seconds for its end, as it may hang in the driver."""
     process.kill()
     try:
         process.communicate(timeout=5)

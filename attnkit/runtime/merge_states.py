@@ -1,4 +1,4 @@
-"""Merge attention over two disjoint sets of keys, exactly."""
+"""Merge the results of attention over two disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError, U
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge two partial attention results into the result over all their keys.
+    """Merge two partial attention results over disjoint keys into the result over all the keys.
 
-    Softmax over a union is the mean of the two outputs, weighted by exp(LSE). It is exact but for
-    rounding, in any order and any tree of merges. A part without keys (output 0, LSE -inf) does not
-    change the other; two of them give 0 and -inf, with zero gradients. The result is differentiable
-    in all four arguments.
+    The merged output is the mean of the two outputs, weighted by exp(LSE). It is exact up to
+    rounding, for any order and any tree of merges. A part without keys (output 0, LSE -inf) does
+    not change the other part. Two parts without keys give output 0 and LSE -inf, with zero
+    gradients. The result is differentiable in all four arguments.
 
     Args:
-        out_a, out_b: [..., Dv] outputs, one shape and dtype.
-        lse_a, lse_b: [...] natural logarithms of the sums of exponentials, one dtype.
+        out_a, out_b: outputs [..., Dv], of the same shape and dtype.
+        lse_a, lse_b: LSEs [...], natural logarithm, of the same dtype.
 
     Returns:
-        out [..., Dv] in the outputs' dtype and lse [...] in the LSEs' dtype, in which the
-        arithmetic is done.
+        out [..., Dv] in the dtype of the outputs, and lse [...] in the dtype of the LSEs, in which
+        the arithmetic is done.
 
     Raises:
-        ArgumentError: one of them is not a tensor.
-        ShapeError, DTypeError, DeviceError: the four tensors do not fit together.
-        UnsupportedError: one of them is nested, sparse or quantized.
+        ArgumentError: an argument is not a tensor.
+        ShapeError, DTypeError, DeviceError: shapes, dtypes or devices of the tensors do not match.
+        UnsupportedError: a tensor is nested, sparse or quantized.
     """
     _check(out_a, lse_a, out_b, lse_b)
     base = torch.maximum(lse_a, lse_b).detach()  # any common factor cancels, so no gradient
@@ -46,7 +46,7 @@ def merge_states(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Call `merge_states`; this deprecated name will be removed in version 0.2."""
+    """Call `merge_states`. This deprecated name will be removed in version 0.2."""
     warnings.warn(
         "attnkit.merge is now attnkit.merge_states; the old name goes with version 0.2",
         DeprecationWarning,

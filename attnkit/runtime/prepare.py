@@ -1,4 +1,4 @@
-"""Prepare a call: trace, prove, plan, classify, schedule, compile."""
+"""Prepare a call: trace, check indices, plan, classify tiles, schedule, compile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Preparation:
     Attributes:
         plan: backend, template and tile sizes, with the reasons.
         bound: the graphs, the tiles and the captured tensors.
-        call: runs this call, and later ones of the same geometry.
+        call: the prepared call, which serves all calls of the same geometry.
     """
 
     plan: Plan
@@ -40,9 +40,9 @@ class Preparation:
 def prepare(
     call: AttentionCall, variant: TracedVariant | None = None, *, launchable: bool = True
 ) -> Preparation:
-    """Prepare a call: trace, prove, plan, classify, schedule, compile; nothing runs yet.
+    """Prepare a call without running it: trace, check, plan, classify, schedule, compile.
 
-    The plan comes before the classification of tiles, because it chooses their sizes.
+    The plan comes before the classification of tiles, because it chooses the tile sizes.
 
     Args:
         call: the arguments of `flex_attention`.
@@ -50,7 +50,7 @@ def prepare(
         launchable: whether to also schedule the work and compile the kernels.
 
     Raises:
-        As documented for `flex_attention`.
+        See `flex_attention`.
     """
     settings = call.check()
     query, key = call.query, call.key
@@ -77,7 +77,7 @@ def prepare(
 def _plan(
     call: AttentionCall, settings: CallSettings, variant: TracedVariant, unproven: frozenset[Node]
 ) -> Plan:
-    """Choose template and tile sizes; fall back to torch operators if a kernel must not be used."""
+    """Choose template and tile sizes; use the cpu template if the kernel must not be used."""
     query, backend = call.query, call.backend
     plan = plans.choose(
         backend,
@@ -96,7 +96,7 @@ def _plan(
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
-    """Collect the facts on which the choice of a plan depends."""
+    """Build the `plans.Call`, which holds the properties of a call that a plan depends on."""
     query = call.query
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
@@ -118,7 +118,7 @@ def _reason_against_kernel(
     unproven: frozenset[Node],
     device: torch.device,
 ) -> str:
-    """Return why the kernel of a plan must not be used; "" if it may be."""
+    """Return the reason why the GPU kernel of a plan must not be used; "" if it may be used."""
     target = of_template(plan.template)
     if target is None:
         return ""
@@ -140,7 +140,7 @@ def _reason_against_kernel(
 
 
 def _dense(bound: Bound) -> Attention:
-    """Wrap the dense reference as a forward, which autograd differentiates."""
+    """Return a forward function that runs the dense reference on the graphs in `bound`."""
     from attnkit.runtime import reference  # which other backends do not need
 
     def attention(
@@ -158,7 +158,7 @@ def _dense(bound: Bound) -> Attention:
 
 
 def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:
-    """Expand the block lists of PyTorch's BlockMask to single positions; None without lists."""
+    """Return the dense bool mask of PyTorch's block lists and mask_mod; None without lists."""
     if not bound.lists_override_mask or bound.runs is None:
         return None
     states = bound.runs.states()

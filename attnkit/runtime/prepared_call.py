@@ -1,4 +1,4 @@
-"""Define the prepared call, which holds what is decided once for all calls with the same key."""
+"""Define `PreparedCall`, the result of preparation that all calls with the same key share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
 
 # Out, LSE and the row maxima or None.
 ForwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-# Relaunches a forward for query, key, value, captured tensors and scale. Returns None, without side
-# effects, if it cannot.
+# Function that relaunches a forward on query, key, value, captured tensors and scale. It returns
+# None, without side effects, if a relaunch is impossible.
 Relaunch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Captured, float], ForwardResult | None]
-# Relaunches a backward for query, key, value, out, gradient of out, LSE, captured tensors, and the
-# gradient of the LSE if there is one. Returns the gradients of query, key and value, and float32
-# gradients of the score's tensors where they are needed; None, without side effects, if it cannot.
+# Function that relaunches a backward on query, key, value, out, gradient of out, LSE, captured
+# tensors, and the gradient of the LSE if there is one. It returns the gradients of query, key and
+# value, and the float32 gradients that the score's tensors need. It returns None, without side
+# effects, if a relaunch is impossible.
 BackwardRelaunch: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor] | None]
 
 
 class BackwardCache(Protocol):
-    """Relaunches backwards of a prepared call; `reuse.backward` implements this interface."""
+    """Protocol of the fast path of backwards, which `reuse.backward.BackwardReuse` implements."""
 
     def try_fast_path(
         self,
@@ -33,7 +34,7 @@ class BackwardCache(Protocol):
         scale: float,
         needs_grad: list[bool],
     ) -> tuple[Tensor | None, ...] | None:
-        """Relaunch an earlier backward of this kind; return None if there is none."""
+        """Compute gradients by relaunching an earlier backward; return None if no entry fits."""
 
     def remember(
         self,
@@ -41,19 +42,19 @@ class BackwardCache(Protocol):
         saved: Sequence[Tensor],
         find_relaunch: Callable[[], BackwardRelaunch | None],
     ) -> None:
-        """Store how to relaunch a backward that has run."""
+        """Store an entry for a backward that has run, so that it can be relaunched."""
 
 
 @dataclass(eq=False)
 class PreparedCall:
-    """Holds a call that is ready to run, for tensors of fixed shapes, strides, dtypes and devices.
+    """Holds a call that is ready to run on tensors of fixed shapes, strides, dtypes and devices.
 
     Attributes:
-        kernel_call: which template computes which graphs on which tiles.
-        backward: fast path of its backward.
-        guard: checks the data from which it was derived.
-        attention: the template's forward; None until it is prepared.
-        is_dense: whether `attention` is the dense oracle, which autograd differentiates directly.
+        kernel_call: the template, the graphs and the tiles.
+        backward: fast path of the backward.
+        guard: guard of the data from which the tiles were derived.
+        attention: function that runs the forward; None until it is prepared.
+        is_dense: whether `attention` is the dense reference, which autograd itself differentiates.
     """
 
     kernel_call: KernelCall

@@ -1,7 +1,7 @@
-"""Compute dense attention, as the oracle that every other backend is compared with.
+"""Compute dense attention, the reference that tests compare every other backend with.
 
-It materializes all scores, so memory is O(Sq * Skv). The backward is autograd's. It shares the
-graph evaluator with the other backends, and nothing of tiles, plans or sparsity.
+All scores are materialized, so memory is O(Sq * Skv). Autograd computes the backward. The reference
+shares the graph evaluator with the other backends, but no code for tiles, plans or sparsity.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ def attention(
     scale: float | None = None,
     allowed: Tensor | None = None,
 ) -> DenseResult:
-    """Compute dense attention with a score_mod and a mask_mod.
+    """Compute dense attention with a traced score_mod and a traced mask_mod.
 
     Args:
-        query: [B, Hq, Sq, D]; any float dtype. float64 computes in float64, the rest in float32.
-        key: [B or 1, Hkv, Skv, D], Hkv a divisor of Hq.
+        query: [B, Hq, Sq, D], any float dtype. The compute dtype is float64 for float64, float32
+            for other dtypes.
+        key: [B or 1, Hkv, Skv, D]; Hkv divides Hq.
         value: [B or 1, Hkv, Skv, Dv].
         score: traced score_mod, or None.
         mask: traced mask_mod, or None.
-        scale: factor on query @ key^T, 1 / sqrt(D) if None.
-        allowed: bool, broadcastable to [B, Hq, Sq, Skv], further restricts the mask.
+        scale: factor on query @ key^T; None for 1 / sqrt(D).
+        allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
+            too.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
-        dtype, natural logarithm. A fully masked row gives 0, -inf and -inf, and zero gradients.
+        dtype, natural logarithm. A fully masked row has output 0, LSE -inf, row maximum -inf and
+        zero gradients.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads = query.shape[1]
@@ -65,7 +68,7 @@ def attention(
 
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
-    """Evaluate a mask at every position: bool, broadcastable to [B, Hq, Sq, Skv]."""
+    """Evaluate a traced mask at all positions; return bool, broadcastable to [B, Hq, Sq, Skv]."""
     return _keep(mask, positions((*query.shape[:3], key.shape[2]), query.device))
 
 
@@ -76,7 +79,7 @@ def _keep(mask: Traced, env: dict[str, Tensor]) -> Tensor:
 
 
 def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseResult:
-    """Compute softmax(scores) @ value, with 0 for fully masked rows."""
+    """Compute softmax(scores) @ value, LSE and row maxima; the output of masked rows is 0."""
     row_max = scores.detach().amax(dim=-1, keepdim=True)
     base = torch.where(row_max == -math.inf, 0.0, row_max)
     weights = torch.exp(scores - base)
@@ -89,5 +92,5 @@ def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseRe
 
 
 def _all_loads(traced: Traced) -> frozenset[ir.Node]:
-    """Collect all loads of a graph: the oracle checks every index, also those proven legal."""
+    """Return all loads of a graph, because the reference checks every index at run time."""
     return frozenset(n for n in ir.topo(traced.root) if n.op == "load")

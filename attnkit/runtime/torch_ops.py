@@ -1,9 +1,9 @@
-"""Run a prepared call with autograd: as torch operators, or directly.
+"""Run a prepared call with autograd, through torch operators or directly.
 
 `torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
-index tensors with their sizes, and captured tensors as tensor lists. So they hold no state, and
-their schema does not depend on the variant. If nothing in torch intercepts operators (no mode,
-transform or subclass), the call runs directly, in a tenth of the host time.
+index tensors with their sizes, and captured tensors as tensor lists. So the operators are
+stateless, and their schema does not depend on the variant. If nothing in torch intercepts operators
+(no mode, transform or subclass), the call runs directly, in a tenth of the host time.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ BACKWARD = (
 torch.library.define("attnkit::forward", FORWARD)
 torch.library.define("attnkit::backward", BACKWARD)
 
-# Block runs by the id of their first tensor, so that `pack` returns the object that `unpack` got:
-# kernels cache tables per BlockRuns object.
+# Id of the first tensor of block runs -> the runs, so that `pack` returns the object that `unpack`
+# received. Kernels cache tables per BlockRuns object.
 _runs_by_tensor: weakref.WeakValueDictionary[int, BlockRuns] = weakref.WeakValueDictionary()
 
 
 def unpack(runs: BlockRuns | None) -> tuple[list[Tensor], list[int]]:
-    """Convert block runs to tensors and ints, which an operator can take; `pack` inverts this."""
+    """Convert block runs to arguments of an operator: tensors and ints. `pack` is the inverse."""
     if runs is None:
         return [], []
     tensors = [
@@ -77,7 +77,7 @@ def unpack(runs: BlockRuns | None) -> tuple[list[Tensor], list[int]]:
 
 
 def pack(tensors: Sequence[Tensor], layout: Sequence[int]) -> BlockRuns | None:
-    """Convert the results of `unpack` back; return the same object if it still exists."""
+    """Convert the results of `unpack` to block runs, the same object if it still exists."""
     if not tensors:
         return None
     original = _runs_by_tensor.get(id(tensors[0]))
@@ -140,7 +140,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run a backward; return the gradients of query, key, value and the score's tensors.
 
-    An operator cannot return None, so a gradient that is not needed is an empty tensor.
+    A gradient that is not needed is an empty tensor, because an operator cannot return None.
     """
     gradients, captured = run_backward(call, inputs)
     cast = [
@@ -158,7 +158,7 @@ def _forward_fake(
 
 
 def fake_outputs(query: Tensor, value: Tensor, need_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate output, LSE and row maxima; the last are empty where they are not needed."""
+    """Allocate output, LSE and row maxima; the row maxima are empty unless `need_max`."""
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
     top = torch.empty_like(lse) if need_max else lse.new_empty(0)
     return output_like(query, value.shape[-1]), lse, top
@@ -171,8 +171,9 @@ def fake_gradients(
     """Allocate the gradients of query, key, value and the score's tensors.
 
     Args:
-        rest: the other arguments of a backward operator: third those tensors, last whether the
-            gradient of each is needed.
+        grad_out, grad_lse, query, key, value: the first arguments of a backward operator.
+        rest: the other arguments of the operator. `rest[2]` are the tensors that the score
+            captures, `rest[-1]` says for each whether its gradient is needed.
     """
     score_tensors, needs_grad = rest[2], rest[-1]
     captured = [
@@ -200,11 +201,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def operator_tensors(
     grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the tensors with which the arguments of a backward operator begin.
+    """Return the leading tensor arguments of a backward operator: both gradients, then `saved`.
+
+    An operator cannot take None. A missing `grad_out` is replaced by zeros, a missing `grad_lse` by
+    an empty tensor.
 
     Args:
-        grad_out, grad_lse: gradients of output and LSE, None for zero. An operator takes no None: an
-            empty tensor stands for a `grad_lse` of zero.
+        grad_out, grad_lse: gradients of output and LSE; None for zero.
         saved: query, key, value, output and LSE.
     """
     out, lse = saved[3:]
@@ -237,7 +240,7 @@ def _gradient(
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none = [None] * masks, [None] * (len(lists) - scores - masks)
-    # torch wants one gradient for each tensor of a list, and an empty list for any empty list
+    # torch expects one gradient for each tensor of a list, and an empty list for an empty list
     dlayout: list[None] | None = None if layout else []
     return dquery, dkey, dvalue, dcaptured, *none, dlayout, None, None, None, None
 
@@ -246,7 +249,7 @@ torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_sa
 
 
 def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    """Refuse the backward of a backward.
+    """Raise an UnsupportedError, because attention has no second derivative.
 
     Raises:
         UnsupportedError: always.
@@ -261,11 +264,11 @@ torch.library.register_autograd("attnkit::backward", refuse_second_derivative)
 
 
 NO_TENSORS = Captured((), ())
-_NO_GRADIENT = (None,) * 5  # for the arguments of `_Attention` before the query
+_NO_GRADIENT = (None,) * 5  # gradients of the arguments of `_Attention.forward` before the query
 
 
 class _Attention(torch.autograd.Function):
-    """Records a prepared call in autograd, without the operators."""
+    """Autograd function that runs a prepared call directly, without torch operators."""
 
     @staticmethod
     def forward(
@@ -302,7 +305,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
-        # most calls need neither: two calls of functions here cost a microsecond
+        # tested here because most calls need neither, and two function calls cost a microsecond
         if stale_report.code[0]:
             raise_if_stale()
         if prepared.guard.states:
@@ -324,7 +327,7 @@ class _Attention(torch.autograd.Function):
 def _backward_of(
     prepared: PreparedCall, inputs: BackwardInputs, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Run a backward, store its relaunch, and return the gradients in order of the inputs."""
+    """Run a backward and store its relaunch; return the gradients in the order of the inputs."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
     grad_lse = inputs.grad_lse
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
@@ -351,14 +354,16 @@ def _backward_of(
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a prepared call; autograd differentiates it in inputs, LSE and the score's tensors.
+    """Run a prepared call with autograd support; return out, LSE and row maxima or None.
+
+    Autograd can differentiate out and LSE in query, key, value and the score's captured tensors.
 
     Args:
-        prepared: the call.
-        inputs: tensors of the geometry that it was prepared for.
+        prepared: the prepared call.
+        inputs: tensors with the geometry for which the call was prepared.
 
     Raises:
-        UnsupportedError: inside a forward-mode derivative or a transform of torch.func.
+        UnsupportedError: the call is inside a forward-mode derivative or a torch.func transform.
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
@@ -398,19 +403,19 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
 
 
 def is_recorded(tensors: Iterable[Tensor]) -> bool:
-    """Return whether autograd records an operation on these tensors."""
+    """Return whether grad mode is enabled and one of the tensors requires grad."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
 
 
-# Runs a prepared call with autograd: (prepared, relaunch, scale, masks, all_outputs, query, key,
-# value, *scores) -> out, LSE and row maxima, or the output alone. `relaunch` may be None.
-# This is `Function.apply` without its Python wrapper, which unwraps dead functorch wrappers from
-# each argument: `is_intercepted` has already excluded functorch.
+# Function that runs a prepared call with autograd: (prepared, relaunch, scale, masks, all_outputs,
+# query, key, value, *scores) -> (out, LSE, row maxima) if `all_outputs`, else out. `relaunch` may
+# be None. This is `Function.apply` without its Python wrapper, which unwraps dead functorch
+# wrappers from each argument. `is_intercepted` has already excluded functorch.
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def _refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
-    """Refuse gradients with a batch dimension, which the backward has no rule for.
+    """Raise an UnsupportedError for batched gradients, for which the backward has no rule.
 
     Raises:
         UnsupportedError: autograd computes several gradients at once, or a gradient is batched.
@@ -424,7 +429,7 @@ def _refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
 
 
 def _refuse_inference_tensors(tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors that autograd cannot save for the backward.
+    """Raise an UnsupportedError for inference tensors, which autograd cannot save for a backward.
 
     Raises:
         UnsupportedError: a tensor was created in inference mode.
@@ -438,22 +443,23 @@ def _refuse_inference_tensors(tensors: Iterable[Tensor]) -> None:
 
 
 def _detached(t: Tensor) -> Tensor:
-    """Detach a tensor that requires grad; return others themselves, as caches compare identity."""
+    """Return `t` detached if it requires grad, else `t` itself, since caches compare identity."""
     return t.detach() if t.requires_grad else t
 
 
 def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
-    """Refuse tensors whose batch dimension or tangent an operator would silently drop.
+    """Raise an UnsupportedError for tensors whose torch.func transform an operator would drop.
 
     Raises:
-        UnsupportedError: one is batched by torch.func, or a derivative is taken by it.
+        UnsupportedError: a tensor is batched by vmap, has a forward-mode tangent, or is tracked by
+            torch.func.grad.
     """
     if any(is_batched(t) for t in tensors):
         raise UnsupportedError(
             "attnkit's attention has no rule for torch.func.vmap; give it batches, or take "
             'backend="eager" (dense)'
         )
-    # torch drops the tangents of an operator's inputs where no gradient is recorded
+    # torch drops the tangents of an operator's inputs if no gradient is recorded
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedError(
             "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "

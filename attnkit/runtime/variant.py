@@ -1,4 +1,4 @@
-"""Define `Variant`, which holds a score_mod and a mask as one value."""
+"""Define `Variant`, a score_mod and a mask combined into one callable object."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from attnkit.util.devices import parse_device
 class Variant:
     """Combines a score_mod and a mask into one attention variant, callable on query, key, value.
 
-    Variants hash by the identity of their functions and print as formulas. A function whose
-    closure, defaults, globals or attributes change is traced again at the next call.
+    Variants compare and hash by the identity of their functions. `str(variant)` shows the traced
+    formulas. If the closure, defaults, globals or attributes of a function change, it is traced
+    again at the next call.
 
     Args:
         score_mod: `score_mod(score, b, h, q, kv) -> score`, or None.
@@ -28,7 +29,7 @@ class Variant:
 
     Raises:
         TraceError: a function cannot be traced.
-        ArgumentError: mask is none of these.
+        ArgumentError: `score_mod` or `mask` has another type.
 
     >>> from attnkit import Variant
     >>> print(Variant(lambda score, b, h, q, kv: score * 2, lambda b, h, q, kv: q >= kv))
@@ -60,20 +61,19 @@ class Variant:
         return "\n".join(str(t) for t in parts if t is not None) or "softmax attention"
 
     def trace(self, device: torch.device) -> tuple[Traced | None, Traced | None]:
-        """Trace score_mod and mask_mod, or reuse their traces; None where there is no function."""
+        """Return the (cached) traces of score_mod and mask_mod; None for a missing function."""
         traced = trace(self.score_mod, self.mask, parse_device(device))
         return traced.score, traced.mask
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Compute attention with this variant; options are those of `attnkit.flex_attention`."""
+        """Compute attention with this variant; `options` are passed to `attnkit.flex_attention`."""
         return flex_attention(query, key, value, self.score_mod, self.mask, **options)
 
     def bind(self, query: Tensor, key: Tensor, block: tuple[int, int]) -> Bound:
-        """Trace, prove the indices and classify the tiles for these tensors.
+        """Trace the functions, check their indices, and classify tiles of size `block`.
 
         Raises:
-            TraceError, BoundsError, ShapeError, DTypeError, DeviceError: as documented for
-                flex_attention.
+            TraceError, BoundsError, ShapeError, DTypeError, DeviceError: see `flex_attention`.
         """
         traced = trace(self.score_mod, self.mask, query.device)
         return classify(traced, prove(traced, query, key), query, key, block)

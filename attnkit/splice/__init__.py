@@ -1,8 +1,8 @@
-"""Bind a variant's graphs to the hooks of a template, and run it.
+"""Prepare and run the forward and the backward of a template on the traced graphs of a variant.
 
-In: a `KernelCall` (template, graphs, tiles) and tensors. Out: attention and its gradients. Only
-this room names templates; `runtime` and `inspection` import it. `inspection` reads descriptions of
-kernels from `forward`, `backward` and `kernel_layout`.
+In: a `KernelCall` (template, graphs, tiles) and tensors. Out: attention and its gradients. This is
+the only package that imports templates. `runtime` and `inspection` import it; `inspection` also
+reads descriptions of kernels from `forward`, `backward` and `kernel_layout`.
 """
 
 from attnkit.splice.dispatch import (

@@ -1,6 +1,6 @@
-"""Prepare the backward of a variant with GPU kernels.
+"""Prepare the GPU backward of a variant: choose the compile-time settings, build the call.
 
-Each template describes what is specific to it as a `BackwardTemplate`.
+The parts that are specific to an architecture are in a `BackwardTemplate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEFAULT_LENGTH = 4096  # length of both sequences, if the caller gives no tiles
 
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
-    """Return whether the kernels of the call's target can compute this backward."""
+    """Return whether the GPU kernels of the call's template can compute this backward."""
     program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
     query = inputs.query
     if spec.target is None:
@@ -58,10 +58,10 @@ def _learned(inputs: BackwardInputs) -> list[Tensor]:
 
 
 def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
-    """Prepare the backward for tensors like these; `supports` must hold.
+    """Return the cached or new `BackwardCall` for tensors like `inputs`; `supports` must hold.
 
-    In a deterministic call the sums of dQ, dK and dV are added in a fixed order, and those of
-    captured tensors are exact.
+    A deterministic call accumulates dQ, dK and dV in a fixed order, and the gradients of captured
+    tensors exactly.
     """
     return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
 
@@ -92,14 +92,14 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Say whether the first kv tile of a q tile may store dQ in the Hopper backward, and why.
+    """Return a sentence: whether the Hopper backward needs a memset of dQ, and why.
 
     Args:
-        program: the graphs. No captured tensor may need a gradient.
+        program: the score and mask graphs. No captured tensor may need a gradient.
         runs: tiles to visit.
         lengths: batch, heads and length of query, and length of key and value.
         head_dim: head dim of query, key and value.
-        workers: CTAs that run at once.
+        workers: number of CTAs that run at once.
     """
     widths = backward_template(SM90).widths((head_dim, head_dim))
     if widths is None:
@@ -127,16 +127,16 @@ def backward_block(
     head_dims: tuple[int, int],
     runs: BlockRuns | None = None,
 ) -> tuple[int, int] | None:
-    """Return rows and columns of a block of a GPU template's backward; None if it has none.
+    """Return (rows, columns) of a block of a template's backward; None for unsupported head dims.
 
-    This assumes that no captured tensor needs a gradient. If two CTAs share a block, the columns
-    are those of both.
+    The result assumes that no captured tensor needs a gradient. If two CTAs share a block, the
+    columns are those of both CTAs.
 
     Args:
         template: a plan's template.
-        program: the graphs.
+        program: the score and mask graphs.
         head_dims: head dims of query and key, and of value.
-        runs: tiles to visit; None for those of long sequences without a mask.
+        runs: tiles to visit; None for the tiles of long sequences without a mask.
 
     Raises:
         ArgumentError: `template` is not a GPU kernel.
@@ -160,7 +160,7 @@ caches.register(_has_slope.cache_clear)
 
 @functools.lru_cache(maxsize=1024)
 def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
-    """Return the levels at which the indices of loads with gradients are known."""
+    """Return the staging levels of the indices of all loads whose tensors need a gradient."""
     if score is None or not any(needs_grad):
         return frozenset()
     loads = (load for load, _ in adjoint(score).loads)
@@ -171,7 +171,7 @@ caches.register(_levels.cache_clear)
 
 
 def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
-    """Return whether dS is just P (dP - delta), and no captured tensor needs a gradient."""
+    """Return whether dS = P (dP - delta) and no captured tensor needs a gradient."""
     return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 

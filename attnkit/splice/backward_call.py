@@ -1,6 +1,6 @@
-"""Run a prepared backward call: allocate the gradients and launch the kernels.
+"""Run a prepared backward: allocate the gradients and launch the kernels.
 
-Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
+No function here synchronizes with the GPU. All of them may run during CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Postprocess:
-    """Describes a launch of the postprocess kernel, which rounds sums to a gradient.
+    """Describes a launch of the postprocess kernel, which rounds float32 sums to a gradient.
 
     Attributes:
         source: the kernel.
-        which: the gradient: of query (0), key (1) or value (2).
-        first: index of the first of its units of `UNIT` floats among the sums.
+        which: which gradient it writes: 0 for dQ, 1 for dK, 2 for dV.
+        first: index of the first unit (of `UNIT` floats) of this gradient among the sums.
         scaled: whether the sums are multiplied by the softmax scale.
     """
 
@@ -71,12 +71,14 @@ class Buffers:
 
     Attributes:
         grads: gradients of query, key and value, with the strides of `BackwardCall.like`.
-        written: the same as the kernels write them: contiguous, if they cannot write these strides.
-        sums: float32 [units * UNIT].
-        rows: float32 words of each row's LSE and delta.
-        flags: which q blocks have a first writer; empty if the kernel does not use them.
-        totals: for each tensor that the score captures the sums of its gradient, None if it is not
-            needed.
+        written: the gradients that the kernels write: `grads`, or contiguous copies of them if the
+            kernels cannot write these strides.
+        sums: float32 [units * UNIT], the accumulators of dQ, and of shared dK and dV.
+        rows: float32 words of the LSE, and of the delta, of each row.
+        flags: one tensor of flags, set where a first writer has stored its part of dQ; empty if the
+            kernel uses no flags.
+        totals: for each tensor that the score captures, the sums of its gradient, or None if the
+            gradient is not needed.
     """
 
     grads: list[Tensor]
@@ -88,13 +90,13 @@ class Buffers:
 
     @property
     def cleared(self) -> Tensor:
-        """Return the tensor that the preprocess kernel sets to zero."""
+        """Return the tensor that the preprocess kernel sets to zero: the flags, or the sums."""
         return self.flags[0] if self.flags else self.sums
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardCall:
-    """Runs a backward, for tensors of fixed shapes, strides and dtypes.
+    """Callable that runs a prepared backward on tensors of fixed shapes, strides and dtypes.
 
     Attributes:
         settings: compile-time settings of the kernels.
@@ -105,14 +107,15 @@ class BackwardCall:
         captured: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         like: shape and strides of the gradients of query, key and value.
-        direct: whether the kernels can write gradients with all these strides.
-        tma_strides: whether TMA can read the tensors of a call as they are, if their addresses are
-            multiples of 16 bytes.
+        direct: whether the kernels can write gradients with these strides without a copy.
+        tma_strides: whether TMA can read the tensors of a call without copies if their addresses
+            are multiples of 16 bytes.
         group: query heads per kv head.
         row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
         emulated: whether the kernels are executed on the CPU.
-        replay: relaunches all kernels of this call; None if they have not run or it cannot.
-        scale: softmax scale that `replay` uses; None until the call was analysed.
+        replay: relaunches all kernels of this call; None if they have not run yet, or if a relaunch
+            is impossible.
+        scale: softmax scale that `replay` uses; None until the call has been analysed.
     """
 
     settings: BackwardSettings
@@ -137,7 +140,7 @@ class BackwardCall:
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """Compute the gradients of query, key, value and the score's tensors."""
+        """Launch the kernels; return (dQ, dK, dV) and the gradients of the score's tensors."""
         tensors = query, key, value, out, grad_out = loaded(inputs)
         repeatable = self._is_repeatable(tensors)
         if not repeatable:
@@ -169,11 +172,11 @@ class BackwardCall:
         return (dq, dk, dv), [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
 
     def _allocate(self, scores: Sequence[Tensor], repeatable: bool) -> Buffers:
-        """Allocate what the kernels write.
+        """Allocate the tensors that the kernels write.
 
         Args:
             scores: the tensors that the score captures.
-            repeatable: as of `_launch`.
+            repeatable: see `_launch`.
         """
         fast = repeatable and bool(self._relaunches)
         make = fast_empty_strided(self.device) if fast else self._empty
@@ -199,13 +202,14 @@ class BackwardCall:
         buffers: Buffers,
         capturing: bool,
     ) -> tuple[Any, ...]:
-        """List the arguments of the main kernel.
+        """Return the arguments of the main kernel.
 
         Args:
-            tensors: query, key, value and the gradient of the output, as TMA can read them.
+            tensors: query, key, value and the gradient of the output, with strides and addresses
+                that TMA can read.
             inputs: tensors of the call.
-            buffers: what the kernels write.
-            capturing: whether a CUDA graph is captured.
+            buffers: tensors that the kernels write.
+            capturing: whether a CUDA graph is being captured.
         """
         work = self.work
         read = read_captured(self.captured, inputs.captured, self.device)
@@ -230,7 +234,7 @@ class BackwardCall:
         )
 
     def _call_tensors(self, inputs: list[Tensor], buffers: Buffers) -> CallTensors:
-        """Sort the tensors of this call by what a replay does with them."""
+        """Group the tensors of this call for `prepare_replay`."""
         units = self.work.units
         totals = [t for t in buffers.totals if t is not None]
         scratch = [buffers.sums, *buffers.rows, *buffers.flags]
@@ -247,11 +251,11 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether the sums are added in a fixed order."""
+        """Return whether gradients are accumulated in a fixed order."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:
-        """Prepare the relaunch of this call, once its kernels are known."""
+        """Set `replay` and `scale` if all kernels are known and the inputs' addresses differ."""
         known = [launch for launch in launches if launch is not None]
         distinct = len({t.data_ptr() for t in call.inputs}) == len(call.inputs)
         # a replay identifies tensors by their addresses, so these must differ
@@ -263,19 +267,19 @@ class BackwardCall:
         object.__setattr__(self, "scale", scale)
 
     def _tables(self) -> list[Tensor]:
-        """Return the tensors that are the same in every call."""
+        """Return the tables: kernel arguments that are the same tensors in every call."""
         work = self.work
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
         return [*captured, work.work_tiles, work.partial, work.full, *work.order]
 
     def _total(self, shape: torch.Size) -> Tensor:
-        """Allocate the sums in which the kernel accumulates the gradient of a captured tensor."""
+        """Return zeroed sums for the gradient of a captured tensor of this shape."""
         if self.deterministic:
             return exact_sums.empty_sums(shape, self.device)
         return torch.zeros(shape or (1,), dtype=torch.float32, device=self.device)
 
     def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
-        """Convert the sums of a captured tensor to its gradient, float32."""
+        """Convert the sums of a captured tensor to its float32 gradient of this shape."""
         if self.deterministic:
             return exact_sums.round_sums(total, shape)
         return total.view(shape)
@@ -290,14 +294,14 @@ class BackwardCall:
         repeatable: bool,
         which: int = 0,
     ) -> Launch | None:
-        """Run a kernel; relaunch it if it has run with tensors of the same strides.
+        """Launch a kernel; take the relaunch path if it has run with tensors of the same strides.
 
         Args:
             source: the kernel.
             arguments: the kernel's tensors and numbers.
             repeatable: whether the tensors have the strides of all other repeatable calls.
-            which: distinguishes the launches of one kernel in a call, whose tensors differ in
-                shape.
+            which: number of the launch among the launches of the same kernel in a call. Their
+                tensors differ in shape.
 
         Returns:
             A description of the launch if this was a relaunch; None if the kernel ran for the
@@ -318,7 +322,7 @@ class BackwardCall:
         return Launch(code.relauncher, arguments)
 
     def _emulated_kernel(self, source: Source) -> EmulatedKernel:
-        """Return the form of a kernel that the emulator executes."""
+        """Return the `EmulatedKernel` of a source, which the emulator executes on the CPU."""
         from attnkit.jit.emulated_kernel import EmulatedKernel
 
         roles = self.settings.template.roles
@@ -336,13 +340,13 @@ caches.register(_calls.clear)
 def prepare(
     kernel_call: KernelCall, inputs: BackwardInputs, settings: Callable[[], BackwardSettings]
 ) -> BackwardCall:
-    """Prepare the backward for tensors like these.
+    """Return the cached `BackwardCall` for tensors like `inputs`, or build it.
 
     Args:
         kernel_call: the template, graphs and tiles.
-        inputs: tensors like those of later calls. Later calls must pass the mask's tensors
-            themselves, with the same data.
-        settings: returns the compile-time settings of the kernels.
+        inputs: example tensors. Later calls may pass other tensors of the same geometry, except for
+            the tensors that the mask captures: these must be the same, with the same data.
+        settings: function that returns the compile-time settings of the kernels.
     """
     sizes = tuple([(t.shape, t.stride()) for t in loaded(inputs)])
     kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
@@ -356,7 +360,7 @@ def prepare(
 
 
 def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that TMA reads: query, key, value, output and the output's gradient."""
+    """Return the tensors that TMA reads: query, key, value, output, gradient of the output."""
     return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
 
 
@@ -405,7 +409,10 @@ def _clamped(
     query: Tensor,
     key: Tensor,
 ) -> frozenset[Node]:
-    """Return the loads whose index is clamped to its tensor; bounds read `q` as the column."""
+    """Return the loads whose index is clamped because only captured data keeps it in bounds.
+
+    In `bounds` the argument `q` stands for the kv position of a column.
+    """
     batch, heads, q_len = query.shape[:3]
     sizes = {"b": batch, "h": heads, "q": q_len, "kv": key.shape[2]}
     graphs: list[tuple[list[Node], Sequence[Tensor], dict[str, int]]] = [
@@ -419,13 +426,13 @@ def _clamped(
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Return the argument for a tensor of the mask: a slot if captured, else the table itself."""
+    """Return the kernel argument for a mask tensor: a slot if captured, else `t` itself."""
     slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 
 
 def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postprocess, ...]:
-    """List the launches of the postprocess kernel that the sums need."""
+    """Return the postprocess launches: one for each of dQ, dK, dV that has float32 sums."""
     (wide, deep), (block_q, columns) = settings.widths, settings.block
     kernels, first = [], 0
     for which, (count, width, block) in enumerate(

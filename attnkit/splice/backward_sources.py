@@ -1,4 +1,4 @@
-"""Describe the kernels of a backward as sources, from which `jit` compiles them."""
+"""Build the `Source` of each backward kernel, from which `jit` compiles the kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _title(settings: BackwardSettings) -> str:
 
 @functools.lru_cache(maxsize=64)
 def preprocess_source(settings: BackwardSettings, with_lse: bool) -> Source:
-    """Return the source of the preprocess kernel, which computes LSE and delta of every row."""
+    """Return the source of the preprocess kernel, which computes the LSE and delta of every row."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import preprocess_arguments
@@ -38,7 +38,7 @@ caches.register(preprocess_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def postprocess_source(settings: BackwardSettings, head_dim: int, width: int, block: int) -> Source:
-    """Return the source of the postprocess kernel, which rounds sums to a gradient."""
+    """Return the source of the postprocess kernel, which rounds float32 sums to a gradient."""
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import postprocess_arguments
@@ -62,15 +62,15 @@ def main_source(
     needs_grad: tuple[bool, ...],
     clamp: frozenset[Node],
 ) -> Source:
-    """Return the source of the main kernel, which computes the gradients.
+    """Return the source of the main backward kernel, which computes the gradients.
 
     Args:
-        program: the graphs.
-        bounds: the intervals of q that every column keeps, if the mask has that form.
+        program: the score and mask graphs.
+        bounds: the intervals of q that the mask keeps in each column; None if it has no such form.
         settings: compile-time settings of the kernels.
-        captured: kinds of the captured tensors that it reads.
+        captured: kinds of the captured tensors that the kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
-        clamp: loads of the graphs and bounds whose index is clamped to its tensor.
+        clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
     """
 
     def build() -> Build:

@@ -1,7 +1,7 @@
-"""Define the interface between splice and the backward of a template.
+"""Define `BackwardTemplate`, the interface between splice and the backward of an architecture.
 
-`BACKWARD` of the modules `sm90_backward` and `sm100_backward` implements it; `template_registry` finds
-it.
+The modules `sm90_backward` and `sm100_backward` each define an instance `BACKWARD`, which
+`template_registry` looks up.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HeadDims: TypeAlias = tuple[int, int]  # head dims of query and key, and of valu
 
 @dataclass(frozen=True, eq=False)
 class BackwardCase:
-    """Holds the facts on which a backward's config depends.
+    """Holds the properties of a variant and a call on which the backward's config depends.
 
     Attributes:
-        widths: head dims with which the kernels compute.
+        widths: head dims as the kernels compute them, rounded up.
         runs: tiles to visit.
-        additive: whether the mod only adds a term that does not depend on the score.
-        learned: levels of the loads that have gradients, see `GraphBackward`.
+        additive: whether the score_mod only adds a term that does not depend on the score.
+        learned: staging levels of the indices of loads that have gradients, see `GraphBackward`.
         lists_override_mask: whether block lists override the mask.
     """
 
@@ -41,25 +41,25 @@ class BackwardCase:
 
 @dataclass(frozen=True, eq=False)
 class BackwardTemplate:
-    """Holds the functions in which the backward of one template differs from that of another.
+    """Holds the architecture-specific functions and constants of a backward.
 
     Attributes:
-        roles: warps by role, for reports of the emulator.
+        roles: warps of each role, for reports of the emulator.
         options: compiler options of the main kernel.
-        semaphores: number of semaphores that order the sums of a tile of dQ, and of a tile of dK or
-            dV, for each CTA that shares it.
-        widths: head dims -> head dims with which the kernels compute, None if they are too wide.
-        block_q: (widths, whether dS is P (dP - delta) and no tensor has a gradient) -> rows of a
-            q tile.
-        block_kv: widths -> columns of a kv tile, of one CTA.
+        semaphores: number of semaphores that order the additions to a tile of dQ, and to a tile of
+            dK or dV, for each CTA that shares the tile.
+        widths: head dims -> head dims as the kernels compute them; None if they are too wide.
+        block_q: (widths, whether dS = P (dP - delta) and no captured tensor needs a gradient) ->
+            rows of a q tile.
+        block_kv: widths -> columns of a kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
-        first_writer: settings -> whether the first CTA of a row may store its part of dQ, so that
-            nobody clears dQ.
+        first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
+            that dQ needs no memset.
         config: settings -> the `BackwardConfig`.
-        row_words: settings -> float32 words of a row's LSE and of its delta, as `preprocess` writes
-            them.
+        row_words: settings -> number of float32 words in which `preprocess` writes the LSE, and the
+            delta, of one row.
         preprocess: (settings, whether LSE has a gradient) -> the preprocess kernel.
         postprocess: (settings, width, block) -> the postprocess kernel.
         main: (settings, hooks) -> the main kernel, which computes the gradients.
@@ -87,7 +87,7 @@ class BackwardSettings:
     """Holds the compile-time settings of the kernels of a backward.
 
     Attributes:
-        target: the target that they are compiled for.
+        target: the target that the kernels are compiled for.
         items: arguments of a `BackwardConfig`, in order of their names.
         head_dims: head dims of query and value.
         template: functions of the target's template.
@@ -104,31 +104,31 @@ class BackwardSettings:
         return dict(self.items)
 
     def with_first_writer(self) -> BackwardSettings:
-        """Return these settings, but with the first CTA of a row storing its part of dQ."""
+        """Return a copy of the settings with `first_writer` set to True."""
         return replace(self, items=tuple(sorted((self.values | {"first_writer": True}).items())))
 
     @property
     def widths(self) -> HeadDims:
-        """Return the head dims with which the kernels compute."""
+        """Return (head_dim, head_dim_v) as the kernels compute them, rounded up."""
         values = self.values
         return values["head_dim"], values["head_dim_v"]
 
     @property
     def deterministic(self) -> bool:
-        """Return whether the sums are added in a fixed order."""
+        """Return whether gradients are accumulated in a fixed order."""
         return bool(self.values["sum_order"])
 
     @property
     def first_writer(self) -> bool:
-        """Return whether the first CTA of a row stores its part of dQ."""
+        """Return whether the first kv tile of a row stores its part of dQ instead of adding it."""
         return bool(self.values.get("first_writer"))
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return the rows of a q tile, and the columns of a kv tile."""
+        """Return (rows of a q tile, columns of a kv tile); the columns are those of all CTAs."""
         return self.values["block_q"], self.ctas * self.template.block_kv(self.widths)
 
     @property
     def ctas(self) -> int:
-        """Return how many CTAs share a tile."""
+        """Return the number of CTAs that share a tile, 1 or 2."""
         return 2 if self.values.get("two_cta") else 1

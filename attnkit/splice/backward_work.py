@@ -1,4 +1,4 @@
-"""Build the tables of a backward: work tiles, and the order of deterministic sums."""
+"""Build the tables of a backward kernel: work tiles, runs, order of deterministic accumulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 
-UNIT = 64 * 64  # floats in one unit of the kernel's sums
+UNIT = 64 * 64  # floats in one unit of the kernel's float32 accumulators in memory
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
@@ -25,17 +25,17 @@ class BackwardWork:
 
     Attributes:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
-        order: tables that fix the order of deterministic sums. The first holds the initial values
-            of the semaphores. Empty if the order is not fixed.
-        flags: number of flags for the chunks of dQ, 0 if no CTA waits for them.
-        first_writer: whether the first CTA of a row stores its part of dQ, so that nobody clears
-            dQ.
-        units: number of units of the sums: of dQ, of shared dK, of shared dV, and of dK and dV of
-            split kv tiles together.
+        order: tables of the order of deterministic accumulation, see `_order`. The first holds the
+            initial values of the semaphores. Empty if the order is not fixed.
+        flags: number of flags for the chunks of dQ; 0 if no CTA waits for them.
+        first_writer: whether the first kv tile of a row stores its part of dQ, so that dQ needs no
+            memset.
+        units: number of units (`UNIT` floats) of the float32 sums: of dQ, of shared dK, of shared
+            dV, and of dK and dV of split kv tiles together.
         rows: number of rows that have an LSE and a delta.
         counters: number of counters of the kernel.
         workers: number of CTAs, or of pairs of CTAs, to launch.
-        cost: estimated warp instructions in the emulator, 0 on a GPU.
+        cost: estimated warp instructions in the emulator; 0 on a GPU.
     """
 
     work_tiles: Tensor
@@ -51,7 +51,7 @@ class BackwardWork:
     cost: float
 
     def to(self, device: torch.device) -> BackwardWork:
-        """Copy the tables to a device."""
+        """Return a copy whose tables are on `device`."""
         return replace(
             self,
             work_tiles=self.work_tiles.to(device),
@@ -61,7 +61,7 @@ class BackwardWork:
         )
 
     def order_tables(self) -> tuple[Tensor, ...]:
-        """Return the tables `order` for one launch, with a new copy of the semaphores."""
+        """Return the tables `order` with a new copy of the semaphores, for one launch."""
         return (self.order[0].clone(), *self.order[1:]) if self.order else ()
 
 
@@ -74,13 +74,13 @@ def backward_work(
     workers: int,
     emulated: bool,
 ) -> BackwardWork:
-    """Return the tables of a backward, on the device of the query; cache them with the runs.
+    """Return the tables of a backward on the device of `query`, cached under `runs`.
 
     Args:
         runs: tiles to visit; None for all.
         settings: compile-time settings of the kernels.
-        query, key, value: read for their shapes alone.
-        workers: CTAs that run at once.
+        query, key, value: tensors of the call; only their shapes and device are read.
+        workers: number of CTAs that run at once.
         emulated: whether the kernels are executed on the CPU.
     """
     if runs is None:
@@ -106,7 +106,7 @@ def build_tables(
     workers: int,
     emulated: bool,
 ) -> BackwardWork:
-    """Build the tables for tiles of the kernel's sizes, on the device of the runs."""
+    """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
     batch, heads = query.shape[:2]
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers)
@@ -144,7 +144,7 @@ def build_tables(
 
 
 def _emulation_cost(work_tiles: Tensor, block: tuple[int, int]) -> float:
-    """Estimate the warp instructions that the emulator executes."""
+    """Estimate the warp instructions that the emulator executes for these work tiles."""
     from attnkit.jit import emulation
 
     visited = int(work_tiles[:, [6, 9]].sum())
@@ -154,16 +154,16 @@ def _emulation_cost(work_tiles: Tensor, block: tuple[int, int]) -> float:
 def scheduled(
     runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
 ) -> tuple[Schedule, FirstWriters | str]:
-    """Schedule the kv tiles, and choose which CTA stores dQ first.
+    """Schedule the kv tiles, and choose at which q tiles each work tile is first writer of dQ.
 
     Args:
-        runs: tiles in the kernel's sizes.
+        runs: tiles to visit, in the kernel's tile sizes.
         settings: compile-time settings of the kernels.
-        query, key: read for their shapes alone.
-        workers: CTAs that a device runs at once.
+        query, key: tensors of the call; only their shapes are read.
+        workers: number of CTAs that run at once.
 
     Returns:
-        The schedule; and its first writers, or the reason why it has none.
+        The schedule; and its first writers, or the reason as text why it has none.
     """
     template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
     batch, heads = query.shape[:2]
@@ -192,18 +192,18 @@ def _order(
     semaphores: tuple[int, int],
     shared: bool,
 ) -> tuple[Tensor, ...]:
-    """Build the kernel's tables for sums in a fixed order.
+    """Build the kernel's tables for accumulation in a fixed order.
 
     Args:
-        order: order in which the work tiles of the schedule add to sums.
+        order: order in which the work tiles of the schedule add to dQ, and to shared dK and dV.
         runs, shape: tiles, and shape of the tensors, for which the schedule was built.
         semaphores: number of semaphores for a tile of dQ, and for a tile of dK or dV.
         shared: whether several work tiles add to dK and dV.
 
     Returns:
-        Five int32 tensors: the initial values of the semaphores; for each (b, h, q tile) [.., 4]
-        where the visited runs of the row begin and end, and its first and last kv tile; the starts
-        of the visited runs; their lengths; and [work tiles, 2], see `DeterministicOrder.group`.
+        Five int32 tensors: the initial values of the semaphores; [b * h * q tiles, 4], for each row
+        the indices at which its visited runs begin and end, and its first and last kv tile; the
+        starts of the visited runs; their lengths; [work tiles, 2], see `DeterministicOrder.group`.
     """
     visited = order.visited
     rows = torch.stack([visited.row_ptr[:-1], visited.row_ptr[1:], order.first, order.last], 1)
@@ -222,6 +222,9 @@ def _order(
 
 
 def _pairs(start: Tensor, length: Tensor) -> Tensor:
-    """Stack starts and lengths and append a zero column, as kernels take no empty tensors."""
+    """Return starts and lengths of runs as int32 [2, runs + 1].
+
+    The last column is zero, because kernels reject empty tensors.
+    """
     pairs = torch.stack([start, length])
     return torch.cat([pairs, pairs.new_zeros(2, 1)], 1)

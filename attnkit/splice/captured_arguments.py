@@ -1,4 +1,4 @@
-"""Convert captured tensors to the arguments of a kernel at each call."""
+"""Convert the captured tensors of a call to kernel arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnkit.util.tensor_cache import VersionedCache
 
 SCORE, MASK = 0, 1
 
-# (dtype, rank, whether rows are contiguous): what a kernel is compiled for.
+# (dtype, rank, whether rows are contiguous): the compile-time properties of a captured tensor.
 TensorKind: TypeAlias = tuple[str, int, bool]
 
 _moved: VersionedCache[Tensor] = VersionedCache(64)
@@ -22,7 +22,7 @@ caches.register(_moved.clear)
 
 
 class CapturedSlot(NamedTuple):
-    """Says which captured tensor of a call becomes a kernel's argument.
+    """Identifies the captured tensor that each call passes as one kernel argument.
 
     Attributes:
         graph: the graph that captures it, `SCORE` or `MASK`.
@@ -35,14 +35,14 @@ class CapturedSlot(NamedTuple):
     as_is: bool
 
 
-# A slot, filled by each call with its own tensor; or a table that all calls read.
+# A slot, which each call fills with its own tensor, or a table that all calls share.
 CapturedArgument: TypeAlias = CapturedSlot | Tensor
 
 
 def captured_slot(
     graph: int, slot: int, captured: Captured, device: torch.device
 ) -> CapturedArgument:
-    """Describe the argument for one captured tensor, given tensors like those of later calls."""
+    """Return the `CapturedSlot` of tensor `slot` of `graph`, with `captured` as an example."""
     t = captured[graph][slot]
     return CapturedSlot(graph, slot, t.device == device and t.dtype != torch.bool and t.ndim > 0)
 
@@ -50,7 +50,7 @@ def captured_slot(
 def read_captured(
     arguments: Sequence[CapturedArgument], captured: Captured, device: torch.device
 ) -> list[Tensor]:
-    """Return the tensors that a kernel reads in a call, converted to what it can read."""
+    """Return the tensors to pass for `arguments` in a call, converted with `readable`."""
     tensors = []
     for a in arguments:
         if isinstance(a, CapturedSlot):
@@ -61,13 +61,13 @@ def read_captured(
 
 
 def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Select the results of `read_captured` that attnkit owns: tables and copies."""
+    """Return those `tensors` from `read_captured` that attnkit owns: tables and copies."""
     pairs = zip(arguments, tensors, strict=True)
     return [t for a, t in pairs if not (isinstance(a, CapturedSlot) and a.as_is)]
 
 
 def readable(t: Tensor, device: torch.device) -> Tensor:
-    """Convert a captured tensor for a kernel: on its device, uint8 for bool, of rank 1 or more."""
+    """Return `t` on `device` as a kernel reads it: bool viewed as uint8, a 0-d tensor as [1]."""
     t = t.detach() if t.requires_grad else t
     if t.device != device:
         t = _moved.get(device, [t], lambda: t.to(device))
@@ -77,7 +77,7 @@ def readable(t: Tensor, device: torch.device) -> Tensor:
 
 
 def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
-    """Describe captured tensors as a kernel is compiled for them: dtype, rank, contiguous rows."""
+    """Return the compile-time kind of each tensor: (dtype, rank, whether rows are contiguous)."""
     return tuple(
         (str(t.dtype).removeprefix("torch."), t.ndim, t.ndim == 0 or t.stride(-1) == 1)
         for t in tensors

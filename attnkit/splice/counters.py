@@ -1,6 +1,6 @@
-"""Allocate the counters that kernels count with, shared by all launches on a stream.
+"""Allocate the global-memory counters of kernels; all launches on a stream share them.
 
-A kernel finds its counters at zero and leaves them at zero.
+Every kernel expects its counters to be zero and resets them to zero before it ends.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from attnkit.util import caches
 from attnkit.util.torch_private import stream_of
 
-# Keys: device index and stream (-1 and the thread for a CPU), and whether more than one counter was
-# asked for.
+# Keys: device index and stream (-1 and the thread for the CPU), and whether the caller requested
+# more than one counter.
 _counters: dict[tuple[int, int, bool], Tensor] = {}
 caches.register(_counters.clear)
 
 
 def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tensor:
-    """Return counters, all zero, for a launch on the current stream.
+    """Return an int32 tensor of zeroed counters for a launch on the current stream.
 
     Kernels of one stream run one after the other and share counters. Kernels of two streams may
     overlap, so each stream has its own. Emulated kernels run in the thread that launches them, so
@@ -29,8 +29,8 @@ def zero_counters(device: torch.device, capturing: bool, count: int = 1) -> Tens
 
     Args:
         device: device of the kernel.
-        capturing: whether a CUDA graph is captured on the current stream.
-        count: how many are needed; above 1 the result may have more.
+        capturing: whether a CUDA graph is being captured on the current stream.
+        count: number of counters needed. If it is above 1, the result may have more.
 
     Returns:
         int32 [count or more]. Keep the tensor for as long as its address is in use.

@@ -1,6 +1,7 @@
-"""Implement the hooks of `templates.cpu`: evaluate the graphs with torch.
+"""Implement the hooks of `templates.cpu` by evaluating the graphs with torch operators.
 
-Index tensors broadcast, so head, row and column values are computed at their size.
+The index tensors b, h, q and kv broadcast, so a value that depends on the head alone, for example,
+is computed once per head.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ caches.register(_adjoint.cache_clear)
 
 
 class CpuHooks:
-    """Evaluates a program as hooks of `templates.cpu` (see `attnkit.templates.cpu.hooks.Hooks`).
+    """Implements `attnkit.templates.cpu.hooks.Hooks` by evaluating the graphs of a program.
 
     Args:
-        program: the graphs.
+        program: the score and mask graphs.
         score_tensors: captured tensors of the score graph, by slot.
         mask_tensors: captured tensors of the mask graph, by slot.
         dtype: dtype in which scores are computed, float32 or float64.
-        device: where the score tensor lives.
-        needs_grad: whether the gradient is needed, for each tensor of the score graph by slot.
+        device: device of the scores.
+        needs_grad: for each tensor of `score_tensors`, whether its gradient is needed.
     """
 
     def __init__(
@@ -71,27 +72,27 @@ class CpuHooks:
         )
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
-        """Apply the score_mod to raw scores s [b, h, q, kv]."""
+        """Apply the score_mod to the raw scores `s` [b, h, q, kv]; return the modified scores."""
         if self.program.score is None:
             return s
         env = {**_positions(tile), "score": s}
         return self._run([self.program.score], env, mask=False)[0]
 
     def keep(self, tile: Tile) -> Tensor:
-        """Evaluate the mask: bool, broadcastable to the tile."""
+        """Evaluate the mask on a tile; return a bool tensor that broadcasts to the tile."""
         if self.program.mask is None:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return self._run([self.program.mask], _positions(tile), mask=True)[0].to(self.device)
 
     def dscore(self, s: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """Compute the gradient of the raw score from that of the modified score."""
+        """Compute the gradient of the raw scores `s` from `grad`, that of the modified scores."""
         if self.program.score is None:
             return grad
         env = {**_positions(tile), "score": s, "grad": grad}
         return self._run([_adjoint(self.program.score).dscore], env, mask=False)[0]
 
     def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
-        """Add this tile's share to the gradients of the captured tensors."""
+        """Add the contribution of a tile to `gradients`, those of the captured tensors."""
         if self.program.score is None:
             return
         env = {**_positions(tile), "score": s, "grad": grad}
@@ -115,7 +116,7 @@ def _positions(tile: Tile) -> dict[str, Tensor]:
 
 
 def _scatter(total: Tensor, index: list[Tensor], cotangent: Tensor) -> None:
-    """Add a cotangent to total[index], summed first over axes along which the index is constant."""
+    """Add `cotangent` to `total[index]` in place; sum it over axes that `index` ignores first."""
     shape = broadcast(*(i.shape for i in index)) if index else (1,) * cotangent.ndim
     shape = (1,) * (cotangent.ndim - len(shape)) + tuple(shape)
     fixed = [axis for axis, n in enumerate(shape) if n == 1 and cotangent.shape[axis] != 1]

@@ -1,8 +1,9 @@
-"""Run a kernel call with the template that it names.
+"""Dispatch a kernel call to GPU kernels or to the `cpu` template.
 
-It runs GPU kernels if the template has them, else torch operators (the `cpu` template, on any
-device). `import attnkit` loads the modules of a forward on a GPU, so that the first call does not
-wait for them; the first call of everything else imports what it runs.
+A call launches GPU kernels if its template has kernels for it. Otherwise it runs the torch
+operators of the `cpu` template, which work on any device. `import attnkit` imports the modules of a
+GPU forward, so that the first call does not wait for them. All other modules are imported at their
+first use.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ Attention: TypeAlias = Callable[
 
 
 def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run a template's forward; return out, LSE, and the row maxima if `call` needs them."""
+    """Run the forward of `call`; return out, LSE, and row maxima (None unless `call.need_max`)."""
     attention = prepare_forward(call, inputs)
     return attention(inputs.query, inputs.key, inputs.value, inputs.captured, inputs.scale)
 
 
 def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
-    """Prepare a template's forward for tensors like `inputs`.
+    """Return a function that runs the forward of `call` on tensors like `inputs`.
 
-    The result may be called with other tensors of the same shapes, strides, dtypes and devices, and
-    with a scale of the same sign. The mask's tensors must be the same objects with the same data,
-    because the runs depend on that data.
+    The function accepts other tensors of the same shapes, strides, dtypes and devices, and a scale
+    of the same sign. The tensors that the mask captures must be the same objects with the same
+    data, because the block runs depend on that data.
     """
     if call.spec.target is not None:
         return forward.prepare(call, inputs)
@@ -58,7 +59,9 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
 def run_backward(
     call: KernelCall, inputs: BackwardInputs
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-    """Run a template's backward; a deterministic template gives the same bits at every run.
+    """Run the backward of `call`; return the gradients of q, k, v and of captured tensors.
+
+    A deterministic template returns the same bits at every run.
 
     Returns:
         The gradients of query, key and value; and the gradients of the score graph's captured
@@ -93,12 +96,12 @@ def run_backward(
 
 
 def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
-    """Return a function that relaunches a backward of `run_backward`; None if there is none.
+    """Return a `Replay` that relaunches the kernels of this backward; None if that is impossible.
 
     Returns:
-        A function of query, key, value, output, the output's gradient, LSE, captured tensors and
-        the LSE's gradient if there is one. It returns the gradients of query, key and value, and
-        float32 gradients of the score's tensors where they are needed.
+        A callable. It takes a list of query, key, value, output, gradient of the output, LSE,
+        captured tensors, and the gradient of the LSE if there is one. It returns the gradients of
+        query, key and value, and the float32 gradients that the score's captured tensors need.
     """
     if call.spec.target is None or call.spec.deterministic:
         return None  # deterministic kernels need new semaphores at each launch
@@ -111,7 +114,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast, which would round the operands of every matmul inside."""
+    """Return a context that disables autocast, which would round the operands of matmuls."""
     if in_autocast():
         return torch.autocast(query.device.type, enabled=False)
     return nullcontext()

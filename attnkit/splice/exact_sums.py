@@ -1,6 +1,6 @@
-"""Accumulate gradients of captured tensors as integers, so that order does not change their bits.
+"""Accumulate gradients of captured tensors exactly, so that the order does not change the bits.
 
-`attnkit.templates.common.exact_sums` explains the format.
+The sums are int64 bins. `attnkit.templates.common.exact_sums` explains the format.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _FREE_BYTES = 64 << 20  # bytes of sums that are always allowed
 
 
 def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
-    """Return whether exact sums of these tensors' gradients cannot overflow and are small enough.
+    """Return whether exact sums for the gradients of `learned` cannot overflow and fit in memory.
 
-    Small enough is 64 MiB, or twice the float32 sums of the query's gradient if that is more.
+    The limit is 64 MiB, or twice the bytes of a float32 gradient of `query` if that is more.
     """
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     size = 8 * BINS * sum(t.numel() for t in learned)
@@ -27,12 +27,12 @@ def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
 
 
 def empty_sums(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Allocate sums and set them to zero: int64 [*shape, BINS]; [1, BINS] for a 0-d tensor."""
+    """Return zeroed sums for a gradient of `shape`: int64 [*shape, BINS], [1, BINS] for 0-d."""
     return torch.zeros((*(shape or (1,)), BINS), dtype=torch.int64, device=device)
 
 
 def round_sums(sums: Tensor, shape: Sequence[int]) -> Tensor:
-    """Round sums once, to float32 of a shape."""
+    """Convert exact sums to a float32 tensor of `shape`, rounding each element once."""
     flat = sums.view(-1, BINS)
     power = torch.arange(BINS - 1, device=sums.device) * STEP - _BIAS
     weight = ((power + 1023) << 52).view(torch.float64)  # 2.0**power, from its bits

@@ -1,4 +1,4 @@
-"""Build fake tensors to compile kernels with, which say which sizes and strides are fixed."""
+"""Build fake arguments to compile kernels with: they fix some sizes and strides at compile time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {
 
 
 def tile_tensor(dtype: str, head_dim: int) -> Any:
-    """Build a fake tensor [B, H, S, D]: rows contiguous, other strides multiples of 16 bytes."""
+    """Build a fake tensor [B, H, S, D] with contiguous rows and 16-byte aligned strides."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
     return make_fake_tensor(_DTYPES[dtype], (*_sizes(3), head_dim), (*strides, 1), assumed_align=16)
 
@@ -38,7 +38,7 @@ def row_tensor() -> Any:
 
 
 def captured_tensor(dtype: str, ndim: int, contiguous: bool) -> Any:
-    """Build a fake captured tensor of any sizes and strides; rows may be fixed as contiguous."""
+    """Build a fake captured tensor of any sizes and strides; `contiguous` fixes the last stride."""
     number = _DTYPES[dtype]
     strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
     if contiguous:
@@ -63,7 +63,7 @@ def forward_arguments(
         dtype: dtype of query, key and value.
         head_dim, value_dim: head dims of query and key, and of value.
         tile: rows and columns of an output tile.
-        captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
+        captured: (dtype, rank, whether rows are contiguous) of each captured tensor.
     """
     work_tiles = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
     runs = (
@@ -91,7 +91,7 @@ def forward_arguments(
 
 
 def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
-    """Build fake partial outputs and LSEs of split rows, with the slot as their first axis."""
+    """Build fake split-KV results: outputs [slots, rows, value_width] and LSEs [slots, rows]."""
     slots = cute.sym_int()
     sizes = (slots, rows, value_width)
     strides = (cute.sym_int64(divisibility=32), value_width, 1)
@@ -101,7 +101,7 @@ def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
 
 
 def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tuple[Any, ...]:
-    """Build the arguments of `templates.common.combine.Combine`; tile: rows and columns of parts."""
+    """Build the arguments of `templates.common.combine.Combine` for partial results [*tile]."""
     split = make_fake_tensor(Int32, (cute.sym_int(), 3), (3, 1), assumed_align=4)
     split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     out = tile_tensor(dtype, value_dim)
@@ -112,7 +112,7 @@ def fingerprint_arguments(kinds: tuple[tuple[str, int, bool], ...]) -> tuple[Any
     """Build the arguments of `templates.common.fingerprint.Fingerprint`.
 
     Args:
-        kinds: (dtype, rank, whether the first axis is without gaps) of each tensor.
+        kinds: (dtype, rank, whether the first axis has stride 1) of each tensor.
     """
     return (
         [_words(*kind) for kind in kinds],
@@ -126,7 +126,7 @@ def fingerprint_arguments(kinds: tuple[tuple[str, int, bool], ...]) -> tuple[Any
 
 
 def _words(dtype: str, ndim: int, dense: bool) -> Any:
-    """Build a fake tensor whose first axis is the fastest."""
+    """Build a fake integer tensor of any sizes and strides; `dense` fixes the first stride at 1."""
     strides: tuple[Any, ...] = tuple(cute.sym_int64() for _ in range(ndim))
     if dense:
         strides = (1, *strides[1:])

@@ -1,4 +1,4 @@
-"""Build fake tensors to compile the kernels of a backward with."""
+"""Build fake arguments to compile the kernels of a backward with."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def main_arguments(
     Args:
         dtype: dtype of query, key and value.
         head_dims: head dims of query and key, and of value.
-        captured: (dtype, rank, whether rows are contiguous) of the captured tensors.
-        totals: ranks of the captured tensors with a gradient.
-        deterministic: whether the sums are added in a fixed order.
-        first_writer: whether the first CTA of a row stores its part of dQ.
+        captured: (dtype, rank, whether rows are contiguous) of each captured tensor.
+        totals: rank of each captured tensor that needs a gradient.
+        deterministic: whether gradients are accumulated in a fixed order.
+        first_writer: whether the first kv tile of a row stores its part of dQ instead of adding it.
     """
     wide, deep = head_dims
     runs = (
@@ -71,7 +71,7 @@ def main_arguments(
             else captured_tensor("float32", n, True)
             for n in totals
         ],
-        # semaphores and tables that fix the order; or flags of the chunks of dQ that were stored
+        # deterministic: semaphores and tables of the order; else flags of stored chunks of dQ
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
         if deterministic
         else [_ints()] * first_writer,

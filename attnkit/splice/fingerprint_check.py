@@ -1,8 +1,8 @@
-"""Compare captured data with its fingerprints on a GPU, and report a difference to the host.
+"""Detect edits of captured tensors on a GPU by comparing their data with stored fingerprints.
 
-The kernel writes its report to host memory that the GPU can write, so that nobody waits for it. Under
-unified virtual addressing such memory has the same address on the host and on every GPU (CUDA C++
-Programming Guide, "Unified Virtual Address Space").
+The kernel writes its report to pinned host memory, so that the host never waits for the kernel.
+Under unified virtual addressing such memory has the same address on the host and on every GPU (CUDA
+C++ Programming Guide, "Unified Virtual Address Space").
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
     from attnkit.jit.kernel import Source
     from attnkit.jit.relaunch import Relaunch
 
-# dtype, rank, and whether the first axis is without gaps: what a kernel is compiled for.
+# (dtype, rank, whether the first axis has stride 1): the compile-time properties of a tensor.
 WordsKind: TypeAlias = tuple[str, int, bool]
 
-_LARGEST = 1 << 30  # words that a kernel counts in 32 bits
-_WARPS = 4  # of a CTA; a warp compares a chunk at a time
-_GROUP = 16  # tensors of a launch, whose arguments are limited
-_CODES = 1 << 16  # codes of a check, one for each tensor
+_LARGEST = 1 << 30  # most words of one tensor, so that 32-bit indices suffice
+_WARPS = 4  # warps of a CTA; each compares one chunk at a time
+_GROUP = 16  # most tensors of one launch, because the arguments of a kernel are limited
+_CODES = 1 << 16  # report codes of one check, one for each tensor
 
 
 class StaleReport:
     """Holds the report of all checks: 0, or the code of a tensor whose data differs.
 
     Attributes:
-        code: view of length 1 on the report. A view is read in a fraction of the time of a tensor.
+        code: memoryview [1] of the report. Reading it takes a fraction of the time of reading a
+            tensor.
+        memory: pinned tensor that holds the report; None until `pinned` is called.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class StaleReport:
         self.memory: Tensor | None = None
 
     def pinned(self) -> Tensor:
-        """Return the report as memory that a GPU can write; allocate it at the first call."""
+        """Return the report as a pinned int64 tensor [1]; allocate it at the first call."""
         if self.memory is None:
             self.memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
             view: Any = self.memory.numpy()
@@ -57,7 +59,7 @@ stale_report = StaleReport()
 
 
 class _OnDevice:
-    """Passes memory of the host to a kernel as a tensor of its GPU."""
+    """Wraps a pinned host tensor so that a kernel launch accepts it as a tensor of a GPU."""
 
     def __init__(self, memory: Tensor, device: int) -> None:
         self.dtype, self.shape = memory.dtype, memory.shape
@@ -70,7 +72,7 @@ class _OnDevice:
 
 @functools.cache
 def compares_on(device: torch.device) -> bool:
-    """Return whether a kernel can compare data on a device."""
+    """Return whether the fingerprint kernel can run on `device`."""
     return _target(device) is not None
 
 
@@ -84,17 +86,17 @@ def _target(device: torch.device) -> Target | None:
 
 
 def kernel_words(tensor: Tensor) -> list[Tensor]:
-    """View a tensor as the kernel reads it: integers, first axis fastest, at most 2**30 a piece."""
+    """Return integer views of a tensor for the kernel: axes reversed, split at 2**30 words."""
     words = words_of(tensor)
     words = words.permute(*reversed(range(words.ndim)))
     return list(words.split(_LARGEST)) if words.ndim == 1 else [words]
 
 
 def fingerprint_source(kinds: tuple[WordsKind, ...], arch: str) -> Source:
-    """Return the source of the kernel that compares tensors of some kinds.
+    """Return the source of the fingerprint kernel for tensors of the given kinds.
 
     Args:
-        kinds: of each tensor.
+        kinds: kind of each tensor.
         arch: target architecture.
     """
     from attnkit.jit.kernel import Build, Source
@@ -109,15 +111,17 @@ def fingerprint_source(kinds: tuple[WordsKind, ...], arch: str) -> Source:
 
 
 def words_kind(words: Tensor) -> WordsKind:
-    """Describe words as a kernel is compiled for them."""
+    """Return the compile-time kind of a view from `kernel_words`."""
     return str(words.dtype).removeprefix("torch."), words.ndim, words.stride(0) == 1
 
 
 def fingerprint_on_device(tensor: Tensor) -> Tensor:
-    """Compute the fingerprint of a tensor by a kernel; equals `attnkit.util.fingerprint`.
+    """Compute the fingerprint of a GPU tensor with a kernel: int32 [chunks, 2].
+
+    The result equals that of `attnkit.util.fingerprint`.
 
     Args:
-        tensor: on a device for which `compares_on` is true.
+        tensor: tensor on a device for which `compares_on` is true.
     """
     from attnkit.jit.kernel import kernel
 
@@ -133,7 +137,14 @@ def fingerprint_on_device(tensor: Tensor) -> Tensor:
 def _launch(
     words: Sequence[Tensor], sums: Sequence[Tensor], codes: Sequence[int], records: int
 ) -> tuple[Source, tuple[Any, ...]]:
-    """Return the kernel for some pieces, and its arguments."""
+    """Return the source and the arguments of the kernel launch for these tensors.
+
+    Args:
+        words: views from `kernel_words`.
+        sums: fingerprint of each view.
+        codes: report code of each view.
+        records: 1 to write the fingerprints to `sums`, 0 to compare the data with them.
+    """
     device = words[0].device
     target, index = _target(device), device.index
     assert target is not None  # see `compares_on`
@@ -144,13 +155,14 @@ def _launch(
 
 
 class FingerprintCheck:
-    """Compares tensors of one GPU with their fingerprints, each time it is called.
+    """Callable that compares tensors of one GPU with their fingerprints.
 
-    It does not keep the tensors alive; they must have the addresses that they had when it was built.
+    It does not keep the tensors alive. They must keep the addresses that they had when the check
+    was built.
 
     Args:
-        tensors: position -> tensor and its fingerprint.
-        number: number of this check, from 1, for `decode`.
+        tensors: position -> (tensor, its fingerprint).
+        number: number of this check, 1 or more, which `decode` returns.
 
     Attributes:
         device: the GPU.
@@ -170,7 +182,7 @@ class FingerprintCheck:
         ]
 
     def _relauncher(self, pieces: Sequence[tuple[Tensor, Tensor, int]]) -> Relaunch:
-        """Compile the kernel that compares some pieces, and prepare its launch."""
+        """Compile the kernel for (words, fingerprint, code) triples; return its launch function."""
         from attnkit.jit.kernel import kernel
 
         words, sums, codes = zip(*pieces, strict=True)
@@ -178,7 +190,7 @@ class FingerprintCheck:
         return kernel(source).relauncher(arguments, ())
 
     def __call__(self) -> None:
-        """Launch the kernel on the current stream of its device, without waiting for it."""
+        """Launch the comparison on the current stream of the device; do not wait for it."""
         index = self._index
         if device_index() == index:
             stream = stream_of(index)
@@ -190,16 +202,16 @@ class FingerprintCheck:
 
 
 def grid(sums: Sequence[Tensor], most: int) -> int:
-    """Return how many CTAs compare tensors with these fingerprints; at most `most`."""
+    """Return the number of CTAs that compare tensors with fingerprints `sums`, at most `most`."""
     chunks = max(s.shape[0] for s in sums)
     return max(1, min(-(-chunks // _WARPS), most))
 
 
 def encode(number: int, position: int) -> int:
-    """Return the code with which a check reports a tensor."""
+    """Return the code by which check `number` reports a difference in the tensor at `position`."""
     return number * _CODES + position
 
 
 def decode(code: int) -> tuple[int, int]:
-    """Return the number of the check that reported a code, and the position of the tensor."""
+    """Return the number of the check that reported `code`, and the position of the tensor."""
     return divmod(code, _CODES)

@@ -1,6 +1,6 @@
-"""Prepare a forward with a GPU kernel: hooks, work list, compiled kernel.
+"""Prepare the GPU forward of a variant: choose the kernel, build its source and its work list.
 
-Each template describes what is specific to it as a `ForwardTemplate`.
+The parts that are specific to an architecture are in a `ForwardTemplate`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def layout_of(
     head_dims: tuple[int, int],
     block: tuple[int, int],
 ) -> Layout:
-    """Describe the roles and the memory of a GPU template's forward kernel.
+    """Return the warp roles and the memory layout of the forward kernel of a GPU template.
 
     Args:
         template: a plan's template.
-        program: the graphs.
+        program: the score and mask graphs.
         dtype: dtype of query, key and value.
         head_dims: head dims of query and key, and of value.
         block: the plan's tile sizes.
@@ -84,13 +84,13 @@ def forward_block(
     runs: BlockRuns | None = None,
     q_len: int | None = None,
 ) -> tuple[tuple[int, int], str]:
-    """Return rows and columns of a block of the forward kernel for a call, and why it was chosen.
+    """Return the (rows, columns) of a block of the forward kernel, and the reason as text.
 
-    If two CTAs share a block, the rows are those of both.
+    If two CTAs share a block, the rows are those of both CTAs.
 
     Args:
         template: a plan's template.
-        program: the graphs.
+        program: the score and mask graphs.
         head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for all.
         q_len: length of the query, None for a long one.
@@ -103,10 +103,10 @@ def forward_block(
 
 
 def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
-    """Prepare a forward with a compiled kernel, for tensors like these.
+    """Return the cached or new `ForwardCall` for tensors like `inputs`.
 
-    Later calls must pass tensors of the same device, dtypes, shapes and strides, a scale of the
-    same sign, and the mask's tensors themselves with the same data.
+    Later calls must pass tensors of the same device, dtypes, shapes and strides, and a scale of the
+    same sign. The tensors that the mask captures must be the same, with the same data.
     """
     qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
@@ -118,7 +118,7 @@ def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
 
 
 def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> ForwardCall:
-    """Build a forward call, bypassing the cache of `prepare`; `workers`: CTAs that run at once."""
+    """Build a `ForwardCall` without the cache of `prepare`, for `workers` concurrent CTAs."""
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program, runs, need_max = kernel_call.program, kernel_call.runs, kernel_call.need_max
     target = gpu_target(kernel_call.template)
@@ -187,12 +187,12 @@ def captured_arguments(
     mask_tensors: Sequence[Tensor],
     device: torch.device,
 ) -> Iterator[CapturedArgument]:
-    """Yield the arguments for the captured tensors that a kernel reads.
+    """Yield the kernel argument for each captured tensor that the kernel of `variant` reads.
 
     Args:
         variant: the variant that the kernel computes.
-        captured: tensors of the score and of the mask.
-        mask_tensors: tensors of the mask, then tables of its intervals.
+        captured: tensors that the score and the mask capture.
+        mask_tensors: tensors that the mask captures, then tables of its intervals.
         device: device of the kernel.
     """
     for slot in variant.slots[0]:
@@ -221,7 +221,7 @@ def _emulate(
     outputs: tuple[int, ...],
     changing: Sequence[int],
 ) -> Relaunch:
-    """Execute a kernel in the emulator, and return the function that executes it again."""
+    """Execute a kernel in the emulator; return a function that executes it again."""
     from attnkit.jit import emulation
     from attnkit.jit.emulated_kernel import EmulatedKernel
 

@@ -1,6 +1,6 @@
-"""Run a prepared forward call: allocate the outputs and launch the kernels, or relaunch them.
+"""Run a prepared forward: allocate the outputs, then launch or relaunch the kernels.
 
-Nothing here waits for the GPU, and all of it may be captured in a CUDA graph.
+No function here synchronizes with the GPU. All of them may run during CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from attnkit.util.torch_private import (
 )
 
 ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
-# Runs a kernel: (source, arguments, indices of outputs, indices of arguments that change from call
-# to call) -> a function that relaunches it, None if there is none.
+# Function that runs a kernel: (source, arguments, indices of outputs, indices of arguments that
+# change from call to call) -> a function that relaunches the kernel, or None.
 Runner: TypeAlias = Callable[
     [Source, Sequence[object], tuple[int, ...], Sequence[int]], Relaunch | None
 ]
-# Relaunches a `ForwardCall`; returns None, without side effects, if it cannot.
+# Function that relaunches a `ForwardCall`. It returns None, without side effects, if it cannot.
 RepeatedForward: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], ForwardOutputs | None
 ]
@@ -50,11 +50,12 @@ COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
 
 
 class CombineKernel(NamedTuple):
-    """Describes the launch of the kernel that combines the partial results of split rows.
+    """Describes the launch of the combine kernel, which merges the partial results of split KV.
 
     Attributes:
         source: the kernel.
-        tables: indices of the split rows, and where the parts of each begin.
+        tables: `split` and `split_ptr` of the `WorkList`: the (b, h, tile) of each split row of
+            tiles, and the first partial result of each.
     """
 
     source: Source
@@ -63,24 +64,24 @@ class CombineKernel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ForwardCall:
-    """Runs a forward, for tensors of fixed shapes, strides and dtypes.
+    """Callable that runs a prepared forward on tensors of fixed shapes, strides and dtypes.
 
     Attributes:
-        run: runs a kernel.
-        source: the kernel.
+        run: function that runs a kernel.
+        source: the forward kernel.
         device: device of all tensors.
         dtype: dtype of query, key, value and output.
         shape, strides: shape and strides of the output.
-        direct: whether the kernel can write an output with these strides.
+        direct: whether the kernel can write an output with these strides without a copy.
         tma_strides: whether query, key and value have strides that TMA can read.
-        tables: tables of the work list.
+        tables: work tiles, PARTIAL runs and FULL runs of the work list.
         parts: shapes of the partial outputs of split rows, and of their LSEs.
         captured: the captured tensors that the kernel reads.
         numbers: query heads per kv head, and number of CTAs.
-        combine: the kernel for split rows, None if there are none.
-        need_max: whether the row maxima are returned.
-        spare: tensors to pass as the parts if no row is split; empty if some are.
-        relaunch: relaunches this call; None until its kernels have run.
+        combine: the combine kernel; None if no row is split.
+        need_max: whether the call returns the row maxima.
+        spare: placeholders for the partial results if no row is split; empty if some row is split.
+        relaunch: function that relaunches this call; None until its kernels have run.
     """
 
     run: Runner
@@ -174,17 +175,17 @@ class ForwardCall:
 def repeated_forward(
     call: ForwardCall, captured: Captured, main: Relaunch, combine: Relaunch | None
 ) -> RepeatedForward:
-    """Build a function that relaunches a call for other tensors of the same shapes and strides.
+    """Build a function that relaunches `call` on other tensors of the same shapes and strides.
 
     Args:
         call: a call that has run.
-        captured: the captured tensors that it ran with.
-        main, combine: relaunches of its kernels.
+        captured: the captured tensors of that run.
+        main, combine: functions that relaunch its kernels.
 
     Returns:
         A function of query, key, value, captured tensors and scale. It returns None, without side
-        effects, on another current device, while a CUDA graph is captured, or if TMA cannot read an
-        address.
+        effects, if another device is current, if a CUDA graph is being captured, or if TMA cannot
+        read an address.
     """
     make = fast_empty_strided(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype

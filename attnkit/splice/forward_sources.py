@@ -1,4 +1,4 @@
-"""Describe the kernels of a forward as sources, from which `jit` compiles them."""
+"""Build the `Source` of each forward kernel, from which `jit` compiles the kernel."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def forward_source(
     captured: tuple[TensorKind, ...],
     positive: bool,
 ) -> Source:
-    """Return the source of a variant's kernel, which is compiled at its first call.
+    """Return the source of the forward kernel of a variant; the kernel compiles at its first call.
 
     Args:
-        target: the target that it is compiled for.
+        target: the target that the kernel is compiled for.
         variant: the graphs, in the form that the kernel computes.
         config: arguments of a `ForwardConfig`, in order of their names.
         head_dims: head dims of query and key, and of value.
-        captured: kinds of the captured tensors that it reads.
+        captured: kinds of the captured tensors that the kernel reads.
         positive: whether the softmax scale is above 0.
     """
     template = forward_template(target)
@@ -61,7 +61,7 @@ caches.register(forward_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
-    """Return the source of the kernel that combines the parts of split rows."""
+    """Return the source of the combine kernel, which merges the partial results of split KV."""
 
     def build() -> Build:
         from attnkit.splice.fake_arguments import combine_arguments

@@ -1,6 +1,7 @@
-"""Define the interface between splice and the forward of a template.
+"""Define `ForwardTemplate`, the interface between splice and the forward of an architecture.
 
-`FORWARD` of the modules `sm90` and `sm100` implements it; `template_registry` finds it.
+The modules `sm90` and `sm100` each define an instance `FORWARD`, which `template_registry` looks
+up.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ HeadDims: TypeAlias = tuple[int, int]  # head dims of query and key, and of valu
 
 
 class ForwardTemplate(NamedTuple):
-    """Holds the functions in which the forward of one template differs from that of another.
+    """Holds the architecture-specific functions of a forward.
 
     Attributes:
         choose: (kernels for these head dims, best first; head dims; tiles to visit, None for all;
             whether block lists override the mask, so that tiles cannot be joined; the score_mod)
-            -> the kernel, and the reason.
+            -> the kernel, and the reason as text.
         fit: (kernel, score_mod, whether there is a mask) -> the kernel, adapted to the registers
             that the variant needs.
         config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, architecture)
-            -> arguments of its `ForwardConfig`.
-        tile: (kernel, head dims) -> rows and columns of an output tile; the parts of split rows
-            have this size.
+            -> arguments of the template's `ForwardConfig`.
+        tile: (kernel, head dims) -> (rows, columns) of an output tile, also the size of a partial
+            result of split KV.
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
-            -> the kernel with fake arguments.
-        layout: config -> roles and memory of the kernel.
+            -> the kernel and fake arguments to compile it with.
+        layout: config -> warp roles and memory layout of the kernel.
     """
 
     choose: Callable[

@@ -1,4 +1,4 @@
-"""Convert a variant to the form that a forward kernel computes."""
+"""Convert the graphs of a variant to the form that a forward kernel computes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _NO_WRAP = LoadIndices(frozenset())
 
 
 class ForwardVariant(NamedTuple):
-    """Holds a variant in the form that a forward kernel computes.
+    """Holds the graphs of a variant in the form that a forward kernel computes.
 
     Attributes:
         form: the score_mod.
-        mask: bool expression, None to keep everything.
-        ends: bounds of the intervals of kv that the mask keeps in a row; None if it has no such
-            form.
-        slots: which captured tensors of the score, and of the mask, the kernel reads.
-        indices: for the sizes of the call, the loads whose index may be negative, and those whose
+        mask: bool expression; None to keep everything.
+        ends: bounds of the intervals of kv that the mask keeps in a row; None if the mask has no
+            such form.
+        slots: slots of the captured tensors that the kernel reads, for the score and for the mask.
+        indices: the loads whose index may be negative at the sizes of the call, and the loads whose
             index is clamped.
         lists_override_mask: whether block lists override the mask.
     """
@@ -52,7 +52,7 @@ class ForwardVariant(NamedTuple):
         return [n for n in parts if n is not None]
 
     def hooks(self, positive: bool) -> ForwardHooks:
-        """Build the hooks that the kernel calls; positive: whether the softmax scale is above 0."""
+        """Build the hooks that the kernel calls; `positive` is whether the softmax scale is > 0."""
         from attnkit.codegen.forward_hooks import GraphForward
 
         return GraphForward(
@@ -67,7 +67,7 @@ class ForwardVariant(NamedTuple):
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Return the shapes of tensors, hashable."""
+    """Return the shapes of tensors as a hashable tuple of tuples."""
     return tuple(tuple(t.shape) for t in tensors)
 
 
@@ -79,11 +79,12 @@ def forward_variant(
     sizes: tuple[int, int, int, int],
     shapes: tuple[Shapes, Shapes],
 ) -> ForwardVariant:
-    """Convert a variant to the form that a kernel computes; renumber its captured tensors.
+    """Convert the graphs of a variant to a `ForwardVariant`, whose slots are renumbered from 0.
 
     Args:
         score, mask: the graphs.
-        ends: bounds of the intervals that the mask keeps in a row; None if it has no such form.
+        ends: bounds of the intervals that the mask keeps in a row; None if the mask has no such
+            form.
         sizes: batch, heads, query and kv length.
         shapes: shapes of the tensors that the score reads, and of those that mask or ends read.
     """

@@ -1,4 +1,4 @@
-"""Choose the kernel of a forward, and build its work list."""
+"""Choose the kernel of a forward and build its work list."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def choose_kernel(
     target: Target,
     q_len: int | None,
 ) -> tuple[Kernel, str]:
-    """Choose the kernel for these tiles; return it, and the reason.
+    """Choose the forward kernel for the tiles in `runs`; return the kernel and the reason as text.
 
     Args:
         head_dims: head dims of query and key, and of value.
         runs: tiles to visit; None for all.
-        program: the graphs.
+        program: the score and mask graphs.
         target: the target that the kernel is compiled for.
         q_len: length of the query, None for a long one.
     """
@@ -39,7 +39,7 @@ def choose_kernel(
 
 
 def near_runs(runs: BlockRuns, query: Tensor) -> BlockRuns:
-    """Move the runs to the host if they have few rows, where the choice of a kernel costs less."""
+    """Copy `runs` to the CPU if they have few rows; choosing a kernel then costs less there."""
     return on_host_if_few(runs, query.shape[0] * query.shape[1] * runs.q_blocks)
 
 
@@ -52,13 +52,13 @@ def forward_work(
     workers: int,
     split: bool,
 ) -> WorkList:
-    """Return the work list of a forward, on the device of the query; cache it with the runs.
+    """Return the work list of a forward on the device of `query`, cached under `runs`.
 
     Args:
         runs: tiles to visit; None for all.
-        kernel: the kernel, whose tiles it lists.
-        query, key, value: read for their shapes alone.
-        workers: CTAs that run at once.
+        kernel: the kernel, which determines the tile sizes.
+        query, key, value: tensors of the call; only their shapes, dtype and device are read.
+        workers: number of CTAs that run at once.
         split: whether long rows may be split along KV.
     """
     if runs is None:

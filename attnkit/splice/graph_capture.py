@@ -1,14 +1,14 @@
-"""Keep what a captured CUDA graph reads for as long as the graph can be replayed, and no longer.
+"""Keep the tensors that a captured CUDA graph reads alive until the graph is destroyed.
 
-A captured launch holds only addresses. Some of them belong to tables and copies that attnkit owns;
-torch would hand out their memory again if attnkit dropped them. torch does not say which graph is
-being captured, nor when it is gone. CUDA does: a user object that a graph retains is destroyed
-together with the last of the graph, its clones and its executable graphs (CUDA C++ Programming
+A captured launch holds only addresses. Some of them belong to tables and copies that attnkit owns.
+If attnkit dropped these tensors, torch's allocator would reuse their memory. torch does not expose
+which graph is being captured, nor when it is destroyed. CUDA does: a user object that a graph
+retains is destroyed after the graph, its clones and its executable graphs (CUDA C++ Programming
 Guide, "CUDA User Objects").
 
 The destructor of a user object runs on a thread of CUDA, where neither CUDA nor Python may be
-called. Here it is `sem_post` of the C library on a semaphore. The next capture polls that
-semaphore, and so does `attnkit.clear_caches()`.
+called. The destructor used here is `sem_post` of the C library on a semaphore. The next capture and
+`attnkit.clear_caches()` poll that semaphore.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes over the only reference
 
 # Address of the semaphore that signals a graph's end -> objects that the graph reads.
 _held_by_semaphore: dict[int, object] = {}
-# Objects of graphs whose end the driver cannot signal: kept until the process ends.
+# Objects that graphs read whose end the driver cannot signal. They are kept until the process ends.
 _held_for_ever: list[object] = []
 _lock = threading.Lock()
 
 
 class Driver(Protocol):
-    """Declares the functions of CUDA's driver that this module needs."""
+    """Interface to the functions of the CUDA driver that this module needs."""
 
     def call_with_graph(self, stream: int, destructor: int, argument: int) -> bool:
-        """Arrange a call of `destructor(argument)` once the graph that a stream captures is gone.
+        """Register `destructor(argument)` to run when the graph captured on `stream` is destroyed.
 
         Returns:
-            Whether that is possible. If not, nothing was done.
+            Whether the registration succeeded. If not, it has no effect.
         """
 
 
 class CudaDriver:
-    """Calls CUDA's driver on this machine."""
+    """Implements `Driver` with libcuda through ctypes."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -56,7 +56,7 @@ class CudaDriver:
         self._retain = library.cuGraphRetainUserObject
 
     def call_with_graph(self, stream: int, destructor: int, argument: int) -> bool:
-        """Arrange a call as `Driver` says."""
+        """Register a destructor with the captured graph, see `Driver.call_with_graph`."""
         status, graph, user_object = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         pointer = ctypes.c_void_p
         failed = self._capture_info(
@@ -79,7 +79,7 @@ class CudaDriver:
 
 @functools.cache
 def driver() -> Driver | None:
-    """Load CUDA's driver; return None if there is none, or one without user objects."""
+    """Load the CUDA driver; return None if it is missing or does not support user objects."""
     try:
         return CudaDriver()
     except (OSError, AttributeError):  # no driver, or one before CUDA 11.3
@@ -99,7 +99,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def keep_while_replayable(device: torch.device, owner: object) -> None:
-    """Keep an object alive until the graph that is being captured can no longer be replayed.
+    """Keep `owner` alive until the CUDA graph that is being captured is destroyed.
 
     Args:
         device: device on whose current stream a CUDA graph is being captured.
@@ -121,7 +121,7 @@ def keep_while_replayable(device: torch.device, owner: object) -> None:
 
 
 def release_unreplayable() -> None:
-    """Drop the objects that were kept for graphs that no longer exist."""
+    """Drop the objects that `keep_while_replayable` kept for graphs that no longer exist."""
     libc = _libc()
     with _lock:
         gone = [s for s in _held_by_semaphore if libc.sem_trywait(ctypes.c_void_p(s)) == 0]

@@ -1,7 +1,7 @@
-"""Define the records that a template's forward and backward take.
+"""Define the arguments of a template's forward and backward.
 
-`KernelCall` is decided once for all calls of one kind; `ForwardInputs` and `BackwardInputs` are the
-tensors of one call.
+A `KernelCall` serves all calls of one kind. `ForwardInputs` and `BackwardInputs` hold the tensors
+of one call.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from attnkit.splice.program import Program
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Says which template computes which graphs on which tiles.
+    """Describes a kernel call: the template, the graphs that it computes, the tiles to visit.
 
     Attributes:
         template: a plan's template, such as "cpu", "sm90", "emulate:sm90" or "sm90:ordered".
-        program: the graphs.
-        runs: tiles to visit, whose sizes are those of the kernel or multiples; None for all.
+        program: the score and mask graphs.
+        runs: tiles to visit, whose sizes equal the kernel's tile sizes or are multiples of them;
+            None for all tiles.
         need_max: whether the forward also returns the row maxima.
     """
 
@@ -41,10 +42,9 @@ class KernelCall:
 
 
 class Captured(NamedTuple):
-    """Holds the tensors that the score and the mask capture, in order of their slots.
+    """Holds the tensors that the score_mod and the mask_mod capture, in order of their slots.
 
-    Code that has an index reads it as a tuple: `captured[0]` for the score, `captured[1]` for the
-    mask.
+    It may be indexed as a tuple: `captured[0]` for the score_mod, `captured[1]` for the mask_mod.
     """
 
     scores: Sequence[Tensor]
@@ -75,13 +75,13 @@ class BackwardInputs:
     """Holds the tensors and the scale of a backward call.
 
     Attributes:
-        query, key, value: as in `ForwardInputs`.
+        query, key, value: inputs of the forward, see `ForwardInputs`.
         out: output of the forward, [B, Hq, Sq, Dv].
         lse: LSE of the forward, [B, Hq, Sq].
         grad_out: gradient of `out`.
         grad_lse: gradient of `lse`; None for zero.
         captured: tensors that the score and the mask capture.
-        needs_grad: whether the gradient is needed, for each tensor that the score captures.
+        needs_grad: for each tensor that the score captures, whether its gradient is needed.
         scale: softmax scale.
     """
 
@@ -104,13 +104,13 @@ class BackwardInputs:
         grads: tuple[Tensor, Tensor | None],
         needs_grad: Sequence[bool],
     ) -> BackwardInputs:
-        """Return the inputs of a forward's backward.
+        """Build the inputs of a backward from the inputs and outputs of its forward.
 
         Args:
             forward: inputs of the forward.
-            outputs: its output and LSE.
-            grads: their gradients.
-            needs_grad: as of the class.
+            outputs: output and LSE of the forward.
+            grads: gradients of the output and of the LSE.
+            needs_grad: see the attribute.
         """
         return cls(
             forward.query,

@@ -1,4 +1,4 @@
-"""Describe a kernel for `explain`: the roles of its warps, and its memory."""
+"""Describe the warp roles and the memory of a kernel, for `explain`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WORK = {
 
 @dataclass(frozen=True)
 class Role:
-    """Describes the warps of one role.
+    """Describes the warps that share one role of a warp-specialized kernel.
 
     Attributes:
         name: name of the role.
-        warps: numbers of its warps.
+        warps: range of warp numbers.
         registers: registers of each thread, as set by setmaxnreg.
     """
 
@@ -32,13 +32,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes the roles and the memory of a kernel.
+    """Describes the warp roles and the memory of a kernel; `str()` formats it for `explain`.
 
     Attributes:
         roles: roles in order of their warps.
-        columns: (name, first column, columns) of tensor memory, if the GPU has it.
+        columns: (name, first column, number of columns) of each region of tensor memory; empty if
+            the GPU has no tensor memory.
         shared_bytes: shared memory of a CTA, in bytes.
-        stages: number of stages for blocks of K or V.
+        stages: number of pipeline stages for blocks of K or V.
         work: how a CTA finds its next work tile, a key of `WORK`.
     """
 
@@ -50,7 +51,7 @@ class Layout:
 
     @property
     def warps(self) -> dict[str, range]:
-        """Return the warps of each role, by its name."""
+        """Return a dictionary from the name of each role to its warps."""
         return {role.name: role.warps for role in self.roles}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Convert a mask to intervals of positions, for kernels that compare positions with bounds."""
+"""Convert a mask to intervals of positions, so that kernels compare positions with bounds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Bounds: TypeAlias = tuple[tuple[Node, Node], ...]
 def row_intervals(
     mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
-    """Find the intervals of kv that the mask keeps in every row q.
+    """Return the intervals of kv that the mask keeps in each row q, as expressions of q.
 
     Args:
-        mask: the graph; None for no mask.
-        tensors: tensors that it captures.
-        query, key: read for their shapes and device alone.
+        mask: the mask graph; None for no mask.
+        tensors: tensors that the mask captures.
+        query, key: tensors of the call; only their shapes and device are read.
 
     Returns:
-        The intervals, or None if the mask is not a union of few intervals; and the tensors that
-        intervals or mask read: first those of `tensors`, then tables of the intervals.
+        The bounds of the intervals, or None if the mask is not a union of few intervals; and the
+        tensors that the bounds or the mask read: first `tensors`, then tables of the intervals.
     """
     return _intervals(mask, tensors, query, (query.shape[2], key.shape[2]))
 
@@ -36,7 +36,11 @@ def row_intervals(
 def column_intervals(
     mask: Node | None, tensors: Sequence[Tensor], query: Tensor, key: Tensor
 ) -> tuple[Bounds | None, Sequence[Tensor]]:
-    """Find the intervals of q that the mask keeps in every column kv, as `row_intervals` does."""
+    """Return the intervals of q that the mask keeps in each column kv.
+
+    The result is as in `row_intervals`, but the bounds are expressions in which the argument `q`
+    stands for the kv position of the column.
+    """
     if mask is not None:
         q, kv = ir.arg("q"), ir.arg("kv")
         mask = ir.substitute(mask, {q: kv, kv: q})

@@ -1,4 +1,4 @@
-"""Define `Program`, which holds the graphs of a variant and converts to text and back."""
+"""Define `Program`, the score and mask graphs of a variant, which converts to text and back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from attnkit.util import caches
 
 @dataclass(frozen=True)
 class Program:
-    """Holds the graphs of a variant. Its text form goes into operators and cache keys.
+    """Holds the score and mask graphs of a variant.
+
+    The text form serves as an argument of custom operators and as a part of cache keys.
 
     Attributes:
-        score: f32 root over score, b, h, q, kv; None if there is no score_mod.
-        mask: bool root over b, h, q, kv; None keeps everything.
-        checked: loads of either graph whose index range is not proven; these are checked at run
-            time.
+        score: float32 root over score, b, h, q, kv; None if there is no score_mod.
+        mask: bool root over b, h, q, kv; None to keep everything.
+        checked: loads of either graph whose index is not proven to be in range. It is checked at
+            run time.
         names: names of the tensors that the score and the mask capture, for the messages of those
-            checks; empty where nothing is checked, so that equal graphs are equal programs.
-        lists_override_mask: whether block lists override the mask: a FULL tile is kept whole
-            whatever the mask says.
+            checks; empty if nothing is checked, so that equal graphs are equal programs.
+        lists_override_mask: whether block lists override the mask, so that the mask is not applied
+            to FULL tiles.
     """
 
     score: Node | None = None
@@ -36,7 +38,7 @@ class Program:
 
     @functools.cached_property
     def text(self) -> str:
-        """Return the program as canonical text; `Program.parse` reads it back."""
+        """Return the canonical text of the program, which `Program.parse` converts back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
         parts.append("listed" if self.lists_override_mask else "")
         if self.checked:
@@ -50,7 +52,10 @@ class Program:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Program:
-        """Parse the `text` of a program. Its graphs are the same objects, as nodes are interned."""
+        """Build a program from its `text`.
+
+        The graphs are the same objects as before, because nodes are interned.
+        """
         first, second, lists_override_mask, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
         program = Program(score, mask, lists_override_mask=bool(lists_override_mask))
@@ -63,7 +68,7 @@ class Program:
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype of scores and row statistics: float64 for float64, else float32."""
+    """Return the dtype of scores and row statistics: float64 for a float64 query, else float32."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 

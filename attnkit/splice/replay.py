@@ -1,8 +1,8 @@
-"""Relaunch all kernels of a call for other tensors of the same geometry, with new addresses only.
+"""Relaunch all kernels of a call with the addresses of other tensors of the same geometry.
 
-The tensors and launches of one call are analysed once. Each address that a kernel took lies in a
-tensor that the caller passes, in one that the call allocates, or in one that all calls share, such
-as a table.
+`prepare_replay` analyses the tensors and launches of one call. Each address that a kernel received
+belongs to a tensor that the caller passes, to a tensor that the call allocates, or to a tensor that
+all calls share, such as a table.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _STEP = 256  # alignment in bytes of tensors within one allocation
 
 @dataclass(frozen=True)
 class Launch:
-    """Describes a launch of a kernel.
+    """Describes one kernel launch of a call.
 
     Attributes:
-        relauncher: (arguments, indices of those that change) -> a function that relaunches the
-            kernel; None if there is none.
+        relauncher: (arguments, indices of the arguments that change) -> a function that relaunches
+            the kernel, or None.
         arguments: the kernel's tensors and numbers.
     """
 
@@ -43,12 +43,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class CallTensors:
-    """Lists the tensors of a call by who allocates them and how they start.
+    """Holds the tensors of a call, grouped by who allocates and who initializes them.
 
     Attributes:
-        inputs: tensors that the caller passes, in the order of a replay.
-        outputs: new tensors that the caller gets.
-        zeroed: new tensors that the caller gets and that must be zero before the kernels run.
+        inputs: tensors that the caller passes, in the order in which a replay takes them.
+        outputs: new tensors that the call returns.
+        zeroed: new tensors that the call returns and that must be zero before the kernels run.
         workspace: new tensors that only the kernels use.
         tables: tensors that are the same in every call.
         cleared: the first tensor of `workspace` must be zero from this byte on before the kernels
@@ -65,23 +65,23 @@ class CallTensors:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Relaunches a call, as a function of the tensors that the caller passes.
+    """Callable that relaunches the kernels of an analysed call on new input tensors.
 
-    It allocates new outputs and a new workspace, and passes the same numbers as the analysed call.
-    The tensors must have the same shapes, strides, dtypes and device, which it does not check.
+    Each call allocates new outputs and a new workspace, and passes the same numbers as the analysed
+    call. The inputs must have the same shapes, strides, dtypes and device, which is not checked.
 
     Attributes:
-        launches: for each kernel a function that relaunches it, and one that selects its addresses
-            from those of the call.
+        launches: for each kernel, a function that relaunches it, and a function that selects its
+            addresses from the addresses of the call.
         outputs, zeroed: shapes, strides and dtypes of the tensors to return.
         starts, size: first byte of each tensor of the workspace within one allocation, and the
             bytes of that allocation.
         cleared: bytes of the allocation to set to zero.
-        offsets: addresses inside of tensors: index of the tensor, and bytes from its start.
-        counter: returns the tensor that kernels count with on the current stream.
-        aligned: number of inputs that TMA reads; they come first.
+        offsets: addresses inside tensors, as (index of the tensor, bytes from its start).
+        counter: function that returns the counters of kernels on the current stream.
+        aligned: number of inputs that TMA reads. They are the first inputs.
         device: device of all tensors.
-        tables: tensors that every call reads; held here so that their addresses stay valid.
+        tables: tensors that every call reads. This reference keeps their addresses valid.
     """
 
     launches: Sequence[tuple[Relaunch, Callable[[Sequence[int]], Any]]]
@@ -103,8 +103,9 @@ class Replay:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Relaunch the call on the current stream; return its `outputs` and `zeroed` tensors.
 
-        In the emulator the stream is the thread. Return None, and do nothing, if another device is
-        current, a CUDA graph is being captured, or the address of a tensor that TMA reads is not a multiple of 16 bytes.
+        In the emulator, each thread counts as a stream. The result is None, and nothing is
+        launched, if another device is current, if a CUDA graph is being captured, or if the address
+        of a tensor that TMA reads is not a multiple of 16 bytes.
         """
         index, make = self.device.index, self._make  # type: ignore[attr-defined]
         if index is not None and (device_index() != index or is_stream_capturing()):
@@ -145,7 +146,7 @@ def prepare_replay(
     aligned: int,
     device: torch.device,
 ) -> Replay | None:
-    """Prepare the replay of a call; return None if a kernel reads a tensor not in `tensors`.
+    """Build the `Replay` of a call; return None if a kernel reads a tensor not in `tensors`.
 
     Args:
         launches: launches of the call's kernels.
@@ -191,7 +192,7 @@ def prepare_replay(
 
 
 def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Lay tensors out in one allocation; return the first byte of each, and the total bytes."""
+    """Return the offset of each tensor within one shared allocation, and its size, in bytes."""
     starts, size = [], 0
     for t in tensors:
         starts.append(size)
@@ -205,9 +206,10 @@ def _bytes(t: Tensor) -> int:
 
 
 def _places(tensors: CallTensors, counter: Tensor) -> Callable[[Tensor], tuple[int, int] | None]:
-    """Return a function that locates an argument: (index of a tensor, bytes from its start).
+    """Return a function: kernel argument -> (index of its tensor in the call, offset in bytes).
 
-    The index is -1 for tables, which do not move. The function returns None for other tensors.
+    The index is -1 for tables, whose addresses never change. The function returns None for tensors
+    that are not in `tensors`.
     """
     moving = [*tensors.inputs, counter, *tensors.outputs, *tensors.zeroed, *tensors.workspace]
     known = {t.data_ptr(): i for i, t in enumerate(moving)}

@@ -1,4 +1,4 @@
-"""Cache values that are computed from the tiles of a mask, such as the tables of kernels."""
+"""Cache values derived from a mask's block runs, such as work lists and kernel tables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attnkit.util import caches
 
 T = TypeVar("T")
 
-# Up to this many rows of tiles the work is ordered on the host. There the operators cost less than
-# their launches on a GPU, and much less at the first call, where the GPU loads the code of each.
+# Work of up to this many rows of tiles is scheduled on the host. The torch operators there cost
+# less than their launches on a GPU, and much less at the first call, when a GPU loads their code.
 _FEW_ROWS = 1 << 15
 
 _derived: weakref.WeakKeyDictionary[BlockRuns, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
@@ -23,7 +23,7 @@ caches.register(_derived.clear)
 
 
 def cached_for_runs(runs: BlockRuns, key: Hashable, build: Callable[[], T]) -> T:
-    """Return `build()`, cached under the runs and a key for as long as the runs live."""
+    """Return `build()`, cached under (`runs`, `key`) for the lifetime of `runs`."""
     known = _derived.setdefault(runs, {})
     if key not in known:
         known[key] = build()
@@ -32,11 +32,11 @@ def cached_for_runs(runs: BlockRuns, key: Hashable, build: Callable[[], T]) -> T
 
 
 def on_host_if_few(runs: BlockRuns, rows: int) -> BlockRuns:
-    """Move runs to the host if there are few rows of tiles in all heads."""
+    """Copy `runs` to the CPU if `rows`, the rows of tiles over all heads, is at most 2**15."""
     return runs if rows > _FEW_ROWS else runs.to("cpu")
 
 
 def wait_for_tables(device: torch.device) -> None:
-    """Wait until the current stream has written tables, as other streams may read them next."""
+    """Synchronize the current stream after it wrote tables, so that any stream may read them."""
     if device.type == "cuda" and not is_capturing(device):
         torch.cuda.current_stream(device).synchronize()

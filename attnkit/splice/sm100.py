@@ -1,4 +1,4 @@
-"""Choose the settings of the Blackwell forward kernel for a variant, and build it."""
+"""Choose the settings of the Blackwell forward kernel for a variant and build the kernel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
     "tile_of",
 ]
 
-# operations that run on the unit that computes exponentials
+# operations that run on the same hardware unit as exponentials
 _SPECIAL = frozenset(
     "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow".split()
 )
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
-    """Return the kernel unchanged: it reads scores from tensor memory in parts, so none spill."""
+    """Return `kernel` unchanged: it reads scores from tensor memory in parts without spilling."""
     return kernel
 
 
@@ -45,7 +45,7 @@ def config_of(
     need_max: bool,
     arch: str,
 ) -> dict[str, Any]:
-    """Return the arguments of the `ForwardConfig` for a variant."""
+    """Return the arguments of the `ForwardConfig` of `templates.sm100` for a variant."""
     from attnkit.templates.sm100.config import ForwardConfig
 
     head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
@@ -71,10 +71,10 @@ def config_of(
 
 
 def poly_of(form: ScoreForm, arch: str) -> int:
-    """Choose n such that the FMA units compute every n-th pair of exponentials; 0 for none.
+    """Return n such that FMA units compute every n-th pair of exponentials; 0 for no pair.
 
-    The values are the best by the predicted timeline (`attnkit explain --arch sm_100a`); they are
-    not measured.
+    The values are the best in the predicted timeline (`attnkit explain --arch sm_100a`). They have
+    not been measured.
     """
     if arch == SM103.arch:  # its exponential unit is twice as fast
         return 0
@@ -85,12 +85,12 @@ def poly_of(form: ScoreForm, arch: str) -> int:
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of an output tile."""
+    """Return (rows, columns) of the kernel's output tile."""
     return kernel.block[0], padded_head_dim(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """Describe the roles and the memory of the kernel."""
+    """Return the warp roles and the memory layout of the kernel with this config."""
     from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm100.config import ForwardConfig
 
@@ -106,7 +106,7 @@ def build(
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
-    """Build the kernel with fake arguments."""
+    """Build the forward kernel of a variant and the fake arguments to compile it with."""
     from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm100.config import ForwardConfig, options_of
     from attnkit.templates.sm100.forward import Forward

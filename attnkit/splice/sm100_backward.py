@@ -1,4 +1,7 @@
-"""Choose the settings of the Blackwell backward kernels, and build them."""
+"""Choose the settings of the Blackwell backward kernels and build the kernels.
+
+`BACKWARD` collects the functions, see `attnkit.splice.backward_template`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SEMAPHORES = 1, 1
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the head dims rounded up to those of the kernels; None if they are too wide."""
+    """Return (head_dim, head_dim_v) rounded up to those of the kernels; None if too wide."""
     wide, deep = head_dims
     if deep > 128 or wide > 192:
         return None
@@ -34,17 +37,17 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
-    """Return the rows of a q tile."""
+    """Return the number of rows of a q tile."""
     return 64 if widths[0] == 192 else 128
 
 
 def block_kv(widths: tuple[int, int]) -> int:
-    """Return the columns of a kv tile."""
+    """Return the number of columns of a kv tile of one CTA."""
     return 128
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Decide whether pairs of CTAs share a work tile, and whether the MMA subtracts the LSE."""
+    """Return the config flags `two_cta` and `less_lse` (whether the MMA subtracts the LSE)."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
@@ -54,49 +57,49 @@ def switches(case: BackwardCase) -> dict[str, Any]:
 
 
 def splits(settings: BackwardSettings) -> bool:
-    """Return whether several work tiles may share a kv tile."""
+    """Return whether several work tiles may share a kv tile: never in this kernel."""
     return False
 
 
 def cost(settings: BackwardSettings) -> Cost:
-    """Return the cost of blocks and tiles in cycles."""
+    """Return the cost of blocks and tiles in cycles, for the scheduler."""
     return BACKWARD_COST
 
 
 def first_writer(settings: BackwardSettings) -> bool:
-    """Return whether the first CTA of a row may store its dQ: never in this kernel."""
+    """Return whether the first kv tile of a row may store dQ without a memset: never here."""
     return False
 
 
 def config(settings: BackwardSettings) -> Any:
-    """Build the config of the kernels."""
+    """Build the config object of the kernels from the settings."""
     from attnkit.templates.sm100.backward_config import BackwardConfig
 
     return BackwardConfig(**settings.values)
 
 
 def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Build the preprocess kernel, which computes LSE and delta of every row."""
+    """Build the preprocess kernel, which computes the LSE and the delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     return Preprocess(config(settings), with_lse)
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
-    """Return the float32 words of a row's LSE and of its delta."""
+    """Return how many float32 words store the LSE, and the delta, of one row."""
     sizes: tuple[int, int] = config(settings).words
     return sizes
 
 
 def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
-    """Build the postprocess kernel, which rounds sums to a gradient."""
+    """Build the postprocess kernel, which rounds float32 sums to a gradient."""
     from attnkit.templates.sm100.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
-    """Build the main kernel, which computes the gradients."""
+    """Build the main kernel, which computes dQ, dK, dV and gradients of captured tensors."""
     from attnkit.templates.sm100.backward import Backward
     from attnkit.templates.sm100.backward_2cta import Backward2Cta
 

@@ -1,4 +1,4 @@
-"""Decide whether the Blackwell backward runs in pairs of CTAs; each condition is a rule."""
+"""Decide whether the Blackwell backward runs on pairs of CTAs; `RULES` lists the conditions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ COLUMNS = 256  # columns of a kv tile of a pair; a single CTA has half
 
 @dataclass(frozen=True)
 class Clocks:
-    """Holds predicted clocks of a block, and those that a kv tile takes in addition.
+    """Holds the predicted clocks of one backward kernel, from benchmarks/blackwell.py.
 
-    They come from benchmarks/blackwell.py.
+    Attributes:
+        block: clocks of a block.
+        tile: clocks that a kv tile takes in addition to its blocks.
     """
 
     block: int
     tile: int
 
 
-# How gradients of captured tensors are accumulated: not at all; in registers, for indices that are
-# known per head or per column; in memory, once for every row or score.
+# How gradients of captured tensors are accumulated: NOTHING: there are none. SUMMED: in registers,
+# for indices that depend on the head or the column alone. SPREAD: in memory, once per row or score.
 NOTHING, SUMMED, SPREAD = "nothing", "summed", "spread"
 SINGLE = {NOTHING: Clocks(5141, 4387), SUMMED: Clocks(5653, 4530), SPREAD: Clocks(12011, 6406)}
 PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(12024, 2678)}
@@ -34,7 +36,7 @@ PAIR = {NOTHING: Clocks(2954, 4421), SUMMED: Clocks(4209, 2825), SPREAD: Clocks(
 
 @dataclass(frozen=True)
 class Rule:
-    """Holds a condition for pairs, and the message if it does not hold."""
+    """Holds a condition for using pairs of CTAs, and the message for cases that fail it."""
 
     holds: Callable[[BackwardCase], bool]
     message: Callable[[BackwardCase], str]
@@ -58,19 +60,19 @@ RULES = (
 
 
 def refusal(case: BackwardCase) -> str:
-    """Return why a backward does not use pairs; "" if it does."""
+    """Return the reason why a backward does not use pairs of CTAs; "" if it uses them."""
     return next((rule.message(case) for rule in RULES if not rule.holds(case)), "")
 
 
 def kind_of(learned: frozenset[Level]) -> str:
-    """Return how gradients of captured tensors are accumulated: a key of `SINGLE` and `PAIR`."""
+    """Return how gradients of captured tensors are accumulated: NOTHING, SUMMED or SPREAD."""
     if not learned:
         return NOTHING
     return SUMMED if learned <= {Level.HEAD, Level.COLUMN} else SPREAD
 
 
 def fewer_clocks(runs: BlockRuns, kind: str = NOTHING) -> bool:
-    """Return whether two SMs are predicted to take fewer clocks as a pair than each alone."""
+    """Return whether a pair of CTAs is predicted to take fewer clocks than two single CTAs."""
 
     def fewer() -> bool:
         single, pair = retile(runs, (128, COLUMNS // 2)), retile(runs, (128, COLUMNS))

@@ -1,8 +1,8 @@
-"""Choose the kernel of the Blackwell forward for a mask: the one with the fewest predicted clocks.
+"""Choose the Blackwell forward kernel with the fewest predicted clocks for a mask.
 
-Pairs of CTAs need fewer clocks for a block. But their tiles have 512 rows, so more blocks are
-visited at the edges of the mask. Masks are classified in tiles of 128 rows; the tiles of each
-kernel join several of these.
+A pair of CTAs needs fewer clocks for a block than two single CTAs. But its tiles have 512 rows, so
+it visits more blocks at the edges of the mask. Masks are classified in tiles of 128 rows. Each
+kernel joins several of these into one of its own tiles.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ ROWS = 128  # rows of a query tile
 
 @dataclass(frozen=True)
 class Clocks:
-    """Holds predicted clocks of an SM (`attnkit explain --arch sm_100a`).
+    """Holds the predicted clocks of one kernel on an SM (`attnkit explain --arch sm_100a`).
 
     Attributes:
         full, partial: clocks from one FULL, or PARTIAL, block to the next.
-        tile: clocks that a tile takes in addition to its blocks.
-        modded: `full` and `partial` with a score_mod, before what it computes for each score.
+        tile: clocks that an output tile takes in addition to its blocks.
+        modded: `full` and `partial` of the kernel with a score_mod, without the instructions of the
+            score_mod itself.
     """
 
     full: int
@@ -38,8 +39,8 @@ class Clocks:
 
 ClocksByTile: TypeAlias = dict[tuple[int, int], Clocks]
 
-# Clocks that one instruction for each score adds to a block of 128 x 128: an SM issues it for 128
-# scores per clock.
+# Clocks that one instruction per score adds to a block of 128 x 128. An SM issues an instruction
+# for 128 scores per clock.
 INSTRUCTION = 128
 
 
@@ -50,13 +51,13 @@ def choose_kernel(
     lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
-    """Choose the kernel for a mask; return it, and the reason.
+    """Choose one of `candidates` for a mask; return the kernel and the reason as text.
 
     Args:
         candidates: kernels for these head dims, best first.
         head_dims: head dims of query and value.
-        runs: tiles to visit, None for all. Tiles of more than 128 rows select the kernel that has
-            such tiles.
+        runs: tiles to visit; None for all. Tiles of more than 128 rows select the kernel with the
+            same tile sizes.
         lists_override_mask: whether block lists override the mask, so that tiles cannot be joined.
         form: the score_mod.
     """
@@ -85,12 +86,12 @@ def choose_kernel(
 
 
 def divides(kernel: Kernel, runs: BlockRuns) -> bool:
-    """Return whether the tiles of a mask can be cut into those of a kernel."""
+    """Return whether the tile sizes of `runs` are multiples of the tile sizes of `kernel`."""
     return not any(old % new for old, new in zip(runs.block, kernel.block, strict=True))
 
 
 def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> int:
-    """Predict the clocks that a kernel takes, summed over all SMs."""
+    """Predict the clocks that a kernel takes for a mask, summed over all SMs."""
     full, partial = clocks.full, clocks.partial
     if not form.plain:
         full, partial = clocks.modded
@@ -105,7 +106,7 @@ def total(kernel: Kernel, clocks: Clocks, runs: BlockRuns, form: ScoreForm) -> i
 
 
 def clocks_of(head_dims: tuple[int, int]) -> ClocksByTile:
-    """Return the clocks of each kernel by its tile sizes; empty if there is no choice."""
+    """Return the clocks of each kernel by its tile sizes; {} if these head dims have one kernel."""
     wide, deep = head_dims
     if deep > ROWS or wide > 192 or max(head_dims) <= 96:
         return {}

@@ -1,4 +1,4 @@
-"""Choose the settings of the Hopper forward kernel for a variant, and build it."""
+"""Choose the settings of the Hopper forward kernel for a variant and build the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from attnkit.splice.forward_variant import ForwardVariant
 if TYPE_CHECKING:
     from attnkit.splice.kernel_layout import Layout
 
-# largest |score| in units of log2 that needs no row maximum: float32 sums and bfloat16 P hold 2**48
+# Bound on |score| in log2 units below which the softmax needs no row maximum: float32 sums and
+# bfloat16 P can represent 2**48.
 CEILING = 48.0
 WIDEST = (128, 80)  # tile sizes for the widest head dims
 NARROW = 64  # columns of that tile with a score_mod
@@ -32,7 +33,10 @@ def choose_kernel(
     lists_override_mask: bool,
     form: ScoreForm,
 ) -> tuple[Kernel, str]:
-    """Choose the kernel with the tiles of the mask, or the best one whose tiles divide them."""
+    """Choose the kernel with the mask's tile sizes, else the best that fits; return the reason too.
+
+    `runs` holds the tiles to visit; None for all.
+    """
     if runs is None:
         return candidates[0], "nothing is masked"
     return fitting_kernel(
@@ -41,12 +45,12 @@ def choose_kernel(
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
-    """Adapt a kernel to the registers that a variant needs.
+    """Adapt the tile size and the softmax of a kernel to the registers that a variant needs.
 
-    A tile has half the columns if the score_mod loads a value for each score; at wide head dims
-    with a mask, also if it takes log1p of a score; at the widest head dims, also if it loads a
-    value for each q - kv. At the widest head dims a mask's bounds leave no registers for a second
-    P.
+    The columns of a tile are halved if the score_mod loads a value for each score. They are also
+    halved at wide head dims with a mask if it computes log1p, and at the widest head dims, with or
+    without a mask, if it loads a value for each q - kv. At the widest head dims with a mask, the
+    bounds of the mask leave no registers for double buffering of P.
     """
     if masked and kernel.block == WIDEST:
         kernel = replace(kernel, softmax="online", double_buffer_p=False)
@@ -60,7 +64,7 @@ def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
 
 
 def _loads(n: Node, relative: bool) -> bool:
-    """Return whether a node loads a value for each score, or, if `relative`, for each q - kv."""
+    """Return whether a node loads a value for each score, or for each q - kv if `relative`."""
     return n.op == "load" and {"q", "kv"} <= ir.reads(n) and (relative or not is_relative(n))
 
 
@@ -72,7 +76,7 @@ def config_of(
     need_max: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
-    """Return the arguments of the `ForwardConfig` for a variant."""
+    """Return the arguments of the `ForwardConfig` of `templates.sm90` for a variant."""
     config: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": padded_head_dim(head_dims[0]),
@@ -104,12 +108,12 @@ def config_of(
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of an output tile."""
+    """Return (rows, columns) of the kernel's output tile."""
     return kernel.block[0], padded_head_dim(head_dims[1])
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
-    """Describe the roles and the memory of the kernel."""
+    """Return the warp roles and the memory layout of the kernel with this config."""
     from attnkit.splice.kernel_layout import Layout, Role
     from attnkit.templates.sm90.config import ForwardConfig
 
@@ -128,7 +132,7 @@ def build(
     captured: tuple[tuple[str, int, bool], ...],
     positive: bool,
 ) -> Build:
-    """Build the kernel with fake arguments."""
+    """Build the forward kernel of a variant and the fake arguments to compile it with."""
     from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm90.config import ForwardConfig
     from attnkit.templates.sm90.forward import Forward

@@ -1,6 +1,6 @@
-"""Choose the settings of the Hopper backward kernels, and build them.
+"""Choose the settings of the Hopper backward kernels and build the kernels.
 
-`BACKWARD` binds them, see `attnkit.splice.backward_template`.
+`BACKWARD` collects the functions, see `attnkit.splice.backward_template`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ ROLES = {  # role -> warps, see templates.sm90.backward_shared
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
-# Semaphores of a q block, and of a kv block of dK or dV: one for each consumer and chunk. A chunk
-# is 64 rows by half of head_dim, so 64 rows of dV have four if head_dim_v is twice head_dim.
+# Number of semaphores of a q block of dQ, and of a kv block of dK or dV: one for each consumer and
+# chunk. A chunk is 64 rows by head_dim / 2, so 64 rows of dV have four chunks if head_dim_v is
+# twice head_dim.
 SEMAPHORES = 2, 8
 
 # Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
@@ -33,7 +34,7 @@ _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the head dims rounded up to those of the kernels; None if they are too wide."""
+    """Return (head_dim, head_dim_v) rounded up to those of the kernels; None if too wide."""
     if max(head_dims) > 256:
         return None
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
@@ -42,17 +43,17 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
-    """Return the rows of a q block."""
+    """Return the number of rows of a q block."""
     return 128 if widths == (64, 64) and light else 64
 
 
 def block_kv(widths: tuple[int, int]) -> int:
-    """Return the columns of a kv block."""
+    """Return the number of columns of a kv block."""
     return 64 if max(widths) > 128 else 128
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Decide whether the MMA subtracts the LSE."""
+    """Return the config flag `less_lse`, whether the MMA subtracts the LSE; {} for wide heads."""
     if max(case.widths) > 128:
         return {}
     return {"less_lse": case.additive and not case.learned}
@@ -65,19 +66,19 @@ def splits(settings: BackwardSettings) -> bool:
 
 
 def cost(settings: BackwardSettings) -> Cost:
-    """Return the cost of blocks and tiles in cycles."""
+    """Return the cost of blocks and tiles in cycles, for the scheduler."""
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
 
 
 def first_writer(settings: BackwardSettings) -> bool:
-    """Return whether the first CTA of a row may store its dQ, so that dQ needs no memset."""
+    """Return whether the first kv tile of a row may store dQ, so that dQ needs no memset."""
     return not _wide(settings)
 
 
 def config(settings: BackwardSettings) -> Any:
-    """Build the config of the kernels."""
+    """Build the config object of the kernels from the settings."""
     if _wide(settings):
         from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -92,13 +93,13 @@ def _wide(settings: BackwardSettings) -> bool:
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
-    """Return the float32 words of a row's LSE and of its delta."""
+    """Return how many float32 words store the LSE, and the delta, of one row."""
     sizes: tuple[int, int] = config(settings).words
     return sizes
 
 
 def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Build the preprocess kernel, which computes LSE and delta of every row."""
+    """Build the preprocess kernel, which computes the LSE and the delta of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     kernel_config = config(settings)
@@ -106,14 +107,14 @@ def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
 
 
 def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
-    """Build the postprocess kernel, which rounds sums to a gradient."""
+    """Build the postprocess kernel, which rounds float32 sums to a gradient."""
     from attnkit.templates.sm90.backward_postprocess import Postprocess
 
     return Postprocess(config(settings), width, block)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
-    """Build the main kernel, which computes the gradients."""
+    """Build the main kernel, which computes dQ, dK, dV and gradients of captured tensors."""
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

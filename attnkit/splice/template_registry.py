@@ -1,7 +1,7 @@
-"""Find the forward and the backward of a target's template.
+"""Look up the forward and the backward template of a target.
 
-Each is imported when it is first asked for: a process uses one architecture, and inference uses no
-backward.
+Each template is imported at its first lookup: a process usually needs one architecture, and
+inference needs no backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def forward_template(target: Target) -> ForwardTemplate:
-    """Return the forward of a target's template."""
+    """Return the `ForwardTemplate` (Hopper or Blackwell) of a target."""
     match target.template:
         case "sm90":
             from attnkit.splice import sm90
@@ -30,7 +30,7 @@ def forward_template(target: Target) -> ForwardTemplate:
 
 
 def backward_template(target: Target) -> BackwardTemplate:
-    """Return the backward of a target's template."""
+    """Return the `BackwardTemplate` (Hopper or Blackwell) of a target."""
     match target.template:
         case "sm90":
             from attnkit.splice import sm90_backward

@@ -1,6 +1,7 @@
-"""Decide which tensors TMA can access.
+"""Check whether TMA can access tensors.
 
-Their rows must be contiguous, their other strides multiples of 16 bytes.
+TMA needs contiguous rows, other strides that are multiples of 16 bytes, and an address that is a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ def has_tma_strides(shape: Sequence[int], strides: Sequence[int], size: int) -> 
 
 
 def have_tma_strides(tensors: Sequence[Tensor]) -> bool:
-    """Return whether TMA can access tensors like these, if their addresses are multiples of 16."""
+    """Return whether TMA can access all tensors, provided that their addresses are aligned."""
     return all(has_tma_strides(t.shape, t.stride(), t.element_size()) for t in tensors)
 
 
 def loadable(t: Tensor) -> Tensor:
-    """Return a tensor itself if TMA can read it, else a copy."""
+    """Return `t`, detached, if TMA can read it; otherwise return a contiguous copy."""
     t = t.detach()
     if t.data_ptr() % 16 == 0 and have_tma_strides([t]):
         return t

@@ -1,4 +1,4 @@
-"""Count the CTAs that run at once: the workers among which a schedule shares the work."""
+"""Count the workers of a schedule, which are the CTAs that run at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EMULATED_SMS = 2  # few, so that each CTA computes several work tiles
 
 
 def worker_count(device: torch.device, emulated: bool) -> int:
-    """Return the number of SMs of a device, or of the emulator; one CTA runs on each."""
+    """Return the number of CTAs that run at once: one per SM of the device or of the emulator."""
     if not emulated:
         return sm_count(device)
     from attnkit.jit import emulation

@@ -1,4 +1,4 @@
-"""Say what to write instead of what a score_mod or mask_mod cannot call."""
+"""Suggest alternatives to torch functions that a score_mod or mask_mod cannot call."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ _BY_NAME = {name: text for names, text in _INSTEAD.items() for name in names.spl
 
 
 def instead_of(name: str) -> str:
-    """Return what to write instead of a torch function."""
+    """Return advice on what to write instead of the torch function `name`."""
     return _BY_NAME.get(name.partition(".")[0], _OTHER)  # "cumsum.default" of torch.ops.aten

@@ -1,4 +1,4 @@
-"""Declare what the axes of a table mean, and compare them with the sizes of a call."""
+"""Declare the meaning of the axes of captured tables, and check them against call sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, ShapeError
 
-# An axis: None, "b", "h", "q", "kv", "len", or ("q" or "kv", positions of an entry).
+# Meaning of an axis: None, "b", "h", "q", "kv", "len", or ("q" or "kv", positions per entry).
 AxisLike: TypeAlias = str | tuple[str, int] | None
 
 _MEANINGS = {"b": ("b",), "h": ("h",), "q": ("q",), "kv": ("kv",), "len": ("q", "kv")}
@@ -19,7 +19,7 @@ _SIZES = {"b": "batch size", "h": "query heads", "q": "query length", "kv": "kv 
 
 
 class Sizes(NamedTuple):
-    """Holds the sizes for which a function is used; None for a size that is not known.
+    """Holds the sizes of an attention call; None for a size that is not known.
 
     Attributes:
         b: batch size of the query.
@@ -36,12 +36,12 @@ class Sizes(NamedTuple):
 
 
 class _Limit(NamedTuple):
-    """Holds one meaning of an axis.
+    """Describes how the size of an axis is compared with one field of `Sizes`.
 
     Attributes:
-        size: the field of `Sizes` that the axis is compared with.
-        per: positions of an entry.
-        start: positions at the start that are not used.
+        size: the field of `Sizes`.
+        per: number of positions per entry.
+        start: number of positions at the start that are skipped.
     """
 
     size: str
@@ -50,23 +50,23 @@ class _Limit(NamedTuple):
 
 
 class Axes:
-    """Declares what the axes of a table mean, so that a call with other sizes is a ShapeError.
+    """Declares the axes of a captured table, so that calls with other sizes raise a ShapeError.
 
-    Pass it as `axes=[...]` to `Mask` or `ScoreMod`. The shape is compared at every new call, before
-    anything is computed. The message names the table, and the transpose where that would fit.
+    Pass it as `axes=[...]` to `Mask` or `ScoreMod`. The shape is checked at every new call, before
+    anything is computed. The message names the table and suggests the transpose if that would fit.
 
     Args:
         name: name of the table, for messages.
-        table: the captured tensor; or an int or a shape, for a number that stands for a table.
+        table: the captured tensor; or an int or a shape, if no tensor exists.
         axes: the meaning of each axis. "b" (batch) and "h" (query heads, also with grouped-query
-            attention) must equal those of the query. "q" and "kv" must be at least the query and
-            the kv length, "len" both. `("q", 64)` is an axis with one entry per 64 positions. None
-            for an axis that is not compared.
+            attention) must equal the sizes of the query. "q" and "kv" must be at least the query
+            and the kv length, "len" at least both. `("q", 64)` is an axis with one entry per 64
+            positions. None is an axis that is not checked.
 
     Raises:
-        ArgumentError: table is none of these.
+        ArgumentError: `table` has another type.
         ShapeError: the table has another number of axes.
-        OptionError: an axis is none of these.
+        OptionError: the meaning of an axis is not one of the above.
 
     >>> import torch
     >>> from attnkit import Axes, ScoreMod, flex_attention
@@ -103,11 +103,11 @@ it looks transposed: pass bias.T
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what messages and comparisons depend on, except the table; it is hashable."""
+        """Return a hashable key of the declaration, without the table."""
         return self.name, self.axes, self._limits
 
     def check(self, sizes: Sizes) -> None:
-        """Check the shape of the table against the sizes of a call.
+        """Raise a ShapeError if the shape of the table does not fit the sizes of a call.
 
         Raises:
             ShapeError: an axis has another size.
@@ -120,9 +120,9 @@ it looks transposed: pass bias.T
                     raise ShapeError(self._message(axis, limit, wanted, sizes))
 
     def shifted(self, q: int | Tensor | None, kv: int | Tensor | None) -> Axes:
-        """Return the axes of a function that is shifted, see `Mask.shift`.
+        """Return the declaration for a function shifted by `q` and `kv`, see `Mask.shift`.
 
-        An axis that a tensor shifts is not compared any more: the positions are not known.
+        Axes that are shifted by a tensor are not checked, because the positions are unknown.
         """
         by = {"q": q, "kv": kv}
 
@@ -135,7 +135,7 @@ it looks transposed: pass bias.T
         return self._with_limits(moved)
 
     def without(self, *sizes: str) -> Axes:
-        """Return the same axes, with some sizes ("b", "h", "q", "kv") not compared."""
+        """Return a copy of the declaration that does not check `sizes` ("b", "h", "q", "kv")."""
         return self._with_limits(lambda limit: None if limit.size in sizes else limit)
 
     def _with_limits(self, change: Callable[[_Limit], _Limit | None]) -> Axes:
@@ -146,7 +146,7 @@ it looks transposed: pass bias.T
         return other
 
     def exact(self) -> dict[str, int]:
-        """Return the batch size ("b") and the query heads ("h") that the table is for."""
+        """Return {"b": batch size, "h": query heads} as far as axes of the table declare them."""
         return {
             limit.size: self.shape[axis]
             for axis, limits in enumerate(self._limits)
@@ -171,7 +171,7 @@ it looks transposed: pass bias.T
         )
 
     def _hint(self, axis: int, limit: _Limit, wanted: int, sizes: Sizes) -> str:
-        """Return what to do about an axis of the wrong size, if there is a guess."""
+        """Return the suffix of the error message that suggests a fix for an axis of wrong size."""
         shape, name = self.shape, self.name
         is_table = isinstance(self.table, Tensor)
         other = self._transposed(axis, limit, wanted, sizes) if is_table else None
@@ -195,7 +195,7 @@ it looks transposed: pass bias.T
         return "; build it for that length"
 
     def _transposed(self, axis: int, limit: _Limit, wanted: int, sizes: Sizes) -> int | None:
-        """Return an axis that fits where this one does not, and the other way round."""
+        """Return another axis such that swapping it with `axis` fits; None if there is none."""
         shape = self.shape
         for other, limits in enumerate(self._limits):
             exact = limit.size in ("b", "h")
@@ -208,11 +208,11 @@ it looks transposed: pass bias.T
 
 
 def as_axes(axes: Any, inner: tuple[Axes, ...] = ()) -> tuple[Axes, ...]:
-    """Check the `axes` argument of a mask or a score_mod, and add it to the tables of `inner`.
+    """Validate the `axes` argument of a mask or a score_mod; return `inner` followed by it.
 
     Raises:
-        ArgumentError: it is not a sequence of `Axes`.
-        ShapeError: two tables are for different batch sizes or different heads.
+        ArgumentError: `axes` is not a list or tuple of `Axes`.
+        ShapeError: two tables are for different batch sizes or different numbers of heads.
     """
     if not isinstance(axes, tuple | list) or not all(isinstance(t, Axes) for t in axes):
         raise ArgumentError(f"axes must be a list of attnkit.Axes, got {reprlib.repr(axes)}")
@@ -220,13 +220,13 @@ def as_axes(axes: Any, inner: tuple[Axes, ...] = ()) -> tuple[Axes, ...]:
 
 
 def shift_tables(**shifts: int | Tensor | None) -> list[Axes]:
-    """Declare the tensors [B] among the arguments of a shift."""
+    """Return the declarations of the tensors of shape [B] among the arguments of a shift."""
     tensors = {name: by for name, by in shifts.items() if isinstance(by, Tensor) and by.ndim == 1}
     return [Axes(name, by, "b") for name, by in tensors.items()]
 
 
 def check_axes(axes: Iterable[Axes], sizes: Sizes) -> None:
-    """Check declared tables against the sizes of a call.
+    """Raise a ShapeError if a declared table does not fit the sizes of a call.
 
     Raises:
         ShapeError: an axis has another size.
@@ -236,10 +236,10 @@ def check_axes(axes: Iterable[Axes], sizes: Sizes) -> None:
 
 
 def joined(parts: Iterable[Sequence[Axes]]) -> tuple[Axes, ...]:
-    """Collect the tables of functions that are combined.
+    """Concatenate the declared tables of functions that are combined.
 
     Raises:
-        ShapeError: two of them are for different batch sizes or different heads.
+        ShapeError: two tables are for different batch sizes or different numbers of heads.
     """
     tables = tuple([table for part in parts for table in part])
     first: dict[str, tuple[Axes, int]] = {}
@@ -268,7 +268,7 @@ def _checked(name: Any, table: Any) -> Tensor | tuple[int, ...]:
 
 
 def _limits(name: str, axis: Any) -> tuple[_Limit, ...]:
-    """Parse the meaning of an axis."""
+    """Parse the declared meaning of an axis of table `name` to its limits."""
     if axis is None:
         return ()
     letter, per = axis if isinstance(axis, tuple) and len(axis) == 2 else (axis, 1)

@@ -1,4 +1,4 @@
-"""Check that a mask or a score_mod allows the sizes of a call."""
+"""Check the sizes of a call against the sizes that a mask or a score_mod was built for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from attnkit.tracing.score_mod import ScoreMod
 
 
 def check_built_for(function: Any, sizes: Sizes) -> None:
-    """Check that a mask or a score_mod allows these sizes; a plain function allows any.
+    """Raise a ShapeError if a mask or a score_mod was built for other sizes than `sizes`.
+
+    A plain function allows any sizes.
 
     Raises:
-        ShapeError: it was built for other lengths, or a table that it declares is for another
-            batch size, other heads or other lengths.
+        ShapeError: the function was built for other lengths, or a table that it declares is for
+            another batch size, other heads or other lengths.
     """
     if isinstance(function, Mask) and sizes.q is not None and sizes.kv is not None:
         function.lengths.check(function.label, sizes.q, sizes.kv)
@@ -23,7 +25,7 @@ def check_built_for(function: Any, sizes: Sizes) -> None:
 
 
 def sizes_for(*functions: Any) -> dict[str, int]:
-    """Return the batch size ("b") and the query heads ("h") that declared tables are for."""
+    """Return {"b": batch size, "h": query heads}, as far as the functions' tables declare them."""
     found: dict[str, int] = {}
     for function in functions:
         inner = getattr(function, "mask_mod", function)

@@ -1,7 +1,7 @@
-"""Compute the dtypes that torch gives to the results of a traced function, and convert to them.
+"""Infer the dtypes of torch for traced operations, and emit the conversions into the graph.
 
-The graph knows integers, floats and bools only. What a dtype changes in a value is written into the
-graph where the value is computed: a uint8 sum is taken modulo 256, a bfloat16 product is rounded.
+The graph has only three types: integers, floats and bools. Conversions to narrower dtypes are
+explicit operations in the graph: a uint8 sum is taken modulo 256, a bfloat16 product is rounded.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from attnkit.graph.simplify import build, cast, int32
 from attnkit.tracing.int_ranges import IntRanges
 
 _INT32 = torch.iinfo(torch.int32)
-_WRAPPED = (torch.int8, torch.uint8, torch.int16, torch.uint16)  # wrap below 32 bits
-# Operations on int32 that may wrap. Where their result indexes a tensor they must not.
+_WRAPPED = (torch.int8, torch.uint8, torch.int16, torch.uint16)  # integers below 32 bits
+# Operations on int32 that may wrap. They must not wrap if their result indexes a tensor.
 _RING = ("add", "sub", "mul", "neg", "abs", "shl")
-# Positions and captured int32 numbers below this bound never wrap, so that their sums keep the forms
-# that tiles are classified by. Where larger ones leave int32, the call is refused.
+# Positions and captured int32 numbers are assumed to be below this bound, so that their sums do not
+# wrap and keep the forms by which tiles are classified. If larger numbers would exceed int32, the
+# call is rejected.
 _USUAL = 1 << 22
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Operations whose result needs no more digits than their arguments have.
+# Operations whose result needs no more significant bits than their arguments.
 _EXACT = frozenset("neg abs min max where floor".split())
 
 
 class Operand(Protocol):
-    """Describes what the dtype of a result depends on; see `proxy.Value`."""
+    """Protocol of an operand in type promotion; `proxy.Value` implements it."""
 
     sizes: tuple[int, ...]
     number: bool | int | float | None
@@ -43,15 +44,16 @@ class Operand(Protocol):
 
 
 def kind_of(dtype: torch.dtype) -> Type:
-    """Return the type in the graph of a value of a dtype."""
+    """Return the graph type (BOOL, F32 or I32) that represents a torch dtype."""
     return BOOL if dtype == torch.bool else F32 if dtype.is_floating_point else I32
 
 
 def result_dtype(values: Iterable[Operand]) -> torch.dtype:
-    """Return the dtype in which torch computes with these values.
+    """Return the dtype in which torch computes an operation on `values`.
 
-    As `torch.result_type`: a tensor with dimensions takes precedence over one without, and that
-    over a Python number, unless the other is of a higher category (bool, integer, float).
+    The rule is that of `torch.result_type`: tensors with dimensions take precedence over 0-d
+    tensors, and these over Python numbers, unless the latter have a higher category (bool, integer,
+    float).
 
     Raises:
         TypeError: torch does not combine these dtypes.
@@ -80,7 +82,7 @@ def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dty
 
 
 def refusal_to_capture(x: Tensor) -> str:
-    """Return why single elements of a tensor cannot be read as numbers; "" if they can."""
+    """Return an error message if tensor `x` cannot be captured; "" if it can."""
     if x.is_nested:
         got = "a nested tensor; pad it with torch.nested.to_padded_tensor, or mask by document"
     elif x.layout != torch.strided:
@@ -97,14 +99,14 @@ def refusal_to_capture(x: Tensor) -> str:
 
 
 class Converter:
-    """Converts nodes to dtypes within one trace.
+    """Converts the nodes of one trace to torch dtypes.
 
     Attributes:
-        rounds: whether float16, bfloat16 and float32 results are rounded. They are in a mask, where
-            rounding decides; a score is computed in its own precision throughout, as FlexAttention
-            does when it is compiled.
+        rounds: whether float16, bfloat16 and float32 results are rounded. This is true for masks,
+            where rounding may change a comparison. A score is computed in one precision throughout,
+            as in compiled FlexAttention.
         default: dtype of a float that is computed from integers.
-        has_float64: whether some value of the trace is a float64.
+        has_float64: whether some value of the trace is float64.
     """
 
     def __init__(self, rounds: bool) -> None:
@@ -116,7 +118,7 @@ class Converter:
         self._usual = IntRanges(position=_USUAL)
 
     def loaded(self, n: Node, dtype: torch.dtype) -> None:
-        """Record the dtype of the captured tensor that a node loads from."""
+        """Record that load node `n` reads a captured tensor of `dtype`."""
         if dtype.is_floating_point:
             self.has_float64 |= dtype == torch.float64
             self._stored[n] = dtype
@@ -135,18 +137,18 @@ class Converter:
         strict: bool = False,
         wraps: bool = False,
     ) -> Node:
-        """Return a Python number in the dtype of the tensor that it is combined with.
+        """Return the constant node of a Python number, converted to `dtype`.
 
         Args:
             x: the number.
-            dtype: the dtype.
-            strict: whether torch refuses a number that the dtype does not hold, as `where` does.
-                Else it wraps.
-            wraps: whether an int32 wraps too. A comparison with a number beyond int32 would have
-                another result than with int64 positions, and is refused.
+            dtype: dtype of the tensor that the number is combined with.
+            strict: whether a number that does not fit into the dtype is an error, as in torch's
+                `where`. Otherwise it wraps.
+            wraps: whether a number wraps in int32 too. Otherwise a number beyond int32 is an error,
+                because a comparison with it would differ from one with int64 positions.
 
         Raises:
-            TypeError: the number does not fit, and torch refuses it.
+            TypeError: the number does not fit into the dtype, and `strict` is set.
             ValueError: the number needs more than 32 bits.
         """
         if dtype == torch.bool:
@@ -173,13 +175,13 @@ class Converter:
         return const(x)
 
     def convert(self, n: Node, source: torch.dtype, dtype: torch.dtype) -> Node:
-        """Convert a node from one dtype to another."""
+        """Return node `n` converted from dtype `source` to `dtype`."""
         if source == dtype:
             return n
         return self.fit(cast(n, kind_of(dtype)), dtype)
 
     def fit(self, n: Node, dtype: torch.dtype) -> Node:
-        """Return what torch stores for the exact result `n` of an operation in this dtype."""
+        """Return the exact result `n` of an operation, wrapped or rounded to `dtype` like torch."""
         if dtype in _WRAPPED:
             return self._wrap(n, dtype)
         if dtype == torch.int32:
@@ -192,7 +194,7 @@ class Converter:
         return rounded
 
     def _holds(self, n: Node, dtype: torch.dtype) -> bool:
-        """Return whether a dtype holds the float `n` exactly."""
+        """Return whether `dtype` represents the float node `n` exactly."""
         if n.op == "const":
             number = float(n.attr)  # type: ignore[arg-type]
             return math.isnan(number) or torch.tensor(number, dtype=dtype).item() == number
@@ -209,18 +211,18 @@ class Converter:
         if limits.min <= low and high <= limits.max:
             return n
         n = _marked(n, self._ranges)
-        # only the last bits count, so this may wrap too: ranges of `n` are not always tight
+        # only the low bits matter, so this subtraction may wrap too
         shifted = build("wrap_sub", n, const(limits.min)) if limits.min else n
         above = build("and", shifted, const(2**limits.bits - 1))
         return build("add", above, const(limits.min))
 
     def _wrap_int32(self, n: Node) -> Node:
-        # no form that tiles are classified by contains an abs, so nothing is lost by marking it
+        # tile classification has no form with an abs, so marking every abs that may wrap is free
         return _marked(n, self._ranges if n.op == "abs" else self._usual)
 
 
 def _marked(n: Node, ranges: IntRanges) -> Node:
-    """Return a node by an operation that wraps if its range is not inside int32."""
+    """Return node `n` with its `wrap_` operation if its range exceeds int32, else unchanged."""
     low, high = ranges.of(n)
     if n.op not in _RING or (_INT32.min <= low and high <= _INT32.max):
         return n
@@ -233,12 +235,15 @@ def _marked(n: Node, ranges: IntRanges) -> Node:
 
 
 def round_to(n: Node, dtype: torch.dtype) -> Node:
-    """Round a float node to a dtype; a rounding to float64 tells that torch computes in float64."""
+    """Build the node that rounds a float node to `dtype`.
+
+    Rounding to float64 marks a value that torch computes in float64.
+    """
     return ir.node("round", n, attr=str(dtype).removeprefix("torch."))
 
 
 def without_float32(root: Node) -> Node:
-    """Remove the roundings to float32 from a graph whose floats are float32."""
+    """Return the graph without its roundings to float32, for evaluation in float32."""
     done: dict[Node, Node] = {}
     for n in ir.topo(root):
         args = tuple(done[a] for a in n.args)
@@ -250,11 +255,14 @@ def without_float32(root: Node) -> Node:
 
 
 def without_wraps_in_indices(root: Node) -> Node:
-    """Replace operations that wrap, below the index of a load, by those that are proven not to."""
+    """Replace `wrap_` operations in load indices by plain ones; return the new graph.
+
+    The bounds check of indices proves that the plain operations do not overflow.
+    """
     if not any(n.op.startswith("wrap_") for n in ir.topo(root)):
         return root
-    values: dict[Node, Node] = {}  # as the user wrote them
-    indices: dict[Node, Node] = {}  # without operations that wrap
+    values: dict[Node, Node] = {}  # node -> its form outside of indices, with `wrap_` operations
+    indices: dict[Node, Node] = {}  # node -> its form in indices, without `wrap_` operations
     for n in ir.topo(root):
         plain = tuple(indices[a] for a in n.args)
         indices[n] = _rebuilt(n, plain, n.op.removeprefix("wrap_"))
@@ -265,7 +273,7 @@ def without_wraps_in_indices(root: Node) -> Node:
 
 
 def _rebuilt(n: Node, args: tuple[Node, ...], op: str | None = None) -> Node:
-    """Return a node with other arguments, or with another operation."""
+    """Return a copy of node `n` with the arguments `args` and, if given, the operation `op`."""
     op = op or n.op
     if args == n.args and op == n.op:
         return n

@@ -1,10 +1,9 @@
-"""Refuse captured float64 tensors where rounding them to float32 would change the result.
+"""Reject captured float64 tensors if rounding them to float32 would change the result.
 
-Attention in float32 or narrower rounds a captured float64 number to float32 before it reads it.
-Where the number is a factor or a term of a score, the error is no larger than the rounding of the
-score itself. Where a mask compares it, or a function first subtracts it from a number of similar
-size, rounding may remove every digit that matters. Such tensors must hold numbers that float32
-represents exactly.
+Attention in float32 or narrower dtypes rounds captured float64 numbers to float32. If the number is
+a factor or a term of a score, the error is no larger than the rounding of the score itself. But if
+a mask compares it, or a function subtracts it from a number of similar size, rounding may remove
+all significant digits. Such tensors must hold numbers that float32 represents exactly.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from attnkit.tracing.tracer import Traced
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
-# Operations whose result changes by more than its own rounding if an argument is rounded.
+# Operations whose result may change by more than its own rounding error if an argument is rounded.
 _STEPS = frozenset("lt le eq floor fdiv mod sin cos".split())
-# Operations whose arguments are all terms of the result.
+# Operations whose arguments are additive terms of the result.
 _TERMS = frozenset("add sub min max where".split())
 
 _exact: VersionedCache[bool] = VersionedCache(256, copies=False)
@@ -32,14 +31,14 @@ caches.register(_exact.clear)
 
 
 def check_precision(function: Traced, dtype: torch.dtype) -> None:
-    """Check that reading captured float64 tensors as `dtype` does not change the result.
+    """Raise a DTypeError if rounding captured float64 tensors to `dtype` may change the result.
 
     Args:
         function: a traced score_mod or mask_mod.
         dtype: dtype in which floats are computed, float32 or float64.
 
     Raises:
-        DTypeError: the result depends on digits that rounding removes.
+        DTypeError: the result may depend on digits that rounding removes.
     """
     if dtype == torch.float64:
         return
@@ -56,14 +55,15 @@ def check_precision(function: Traced, dtype: torch.dtype) -> None:
 
 
 def float64_slots(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the slots of the float64 tensors."""
+    """Return the indices of the float64 tensors among `tensors`."""
     return frozenset(i for i, t in enumerate(tensors) if t.dtype == torch.float64)
 
 
 def compute_dtype(function: Traced) -> torch.dtype:
-    """Choose the dtype of a function's floats without a query: float64 if it captures float64.
+    """Return the dtype in which the floats of a function are evaluated without a query.
 
-    A mask has the same dtype with every query, see `mask_dtype`.
+    For a score_mod it is float64 if it captures a float64 tensor, else float32. The dtype of a mask
+    never depends on the query, see `mask_dtype`.
     """
     if function.kind == "mask":
         return mask_dtype(function.root, function.tensors)
@@ -71,11 +71,11 @@ def compute_dtype(function: Traced) -> torch.dtype:
 
 
 def rounding_sensitive_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
-    """Find the float64 tensors whose rounding to float32 may change the result.
+    """Return the slots of the float64 tensors whose rounding to float32 may change the result.
 
     Args:
         root: the graph of a score_mod or mask_mod.
-        slots: slots of its float64 tensors.
+        slots: slots of the float64 tensors of the graph.
     """
     if not slots:
         return ()
@@ -83,9 +83,9 @@ def rounding_sensitive_slots(root: Node, slots: frozenset[int]) -> tuple[int, ..
     if root.type == BOOL:
         return ir.slots(*loads)
     sensitive: set[Node] = set()
-    scored = {ir.arg("score")}  # nodes computed from the score, so rounded to float32 themselves
-    # The loads that each node depends on. For nodes computed from the score: only those loads that
-    # are terms of it.
+    scored = {ir.arg("score")}  # nodes computed from the score, which are rounded to float32 anyway
+    # node -> the loads that it depends on; for nodes computed from the score, only the loads that
+    # are additive terms
     behind: dict[Node, frozenset[Node]] = {n: frozenset([n]) for n in loads}
     none = frozenset[Node]()
     for n in ir.topo(root):
@@ -106,16 +106,16 @@ def rounding_sensitive_slots(root: Node, slots: frozenset[int]) -> tuple[int, ..
 
 
 def _small(n: Node) -> bool:
-    """Return whether a node is a constant of magnitude at most 1.
+    """Return whether a node is a float constant of magnitude at most 1.
 
-    Where such a constant cancels a number, the number is about 1 too, and its rounding 1e-7 at
-    most.
+    If adding such a constant cancels a number, the number is about 1 too, so that its rounding
+    error is at most 1e-7.
     """
     return n.op == "const" and n.type == F32 and abs(float(n.attr or 0)) <= 1
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Return whether float32 represents every number of a float64 tensor exactly."""
+    """Return whether float32 represents every number of a float64 tensor exactly (cached)."""
 
     def compare() -> bool:
         with torch.no_grad():

@@ -1,17 +1,17 @@
-"""Trace functions, and reuse the trace of a function while everything that it reads is the same.
+"""Trace functions with a cache, keyed by a fingerprint of everything that a function reads.
 
 A trace depends on the function's code and on everything that the code reads: closure cells,
-defaults, globals, the functions it calls. `trace_cached` walks over all of that and builds a
-fingerprint. Numbers and strings enter the fingerprint by value. Tensors enter by shape and dtype:
-they are arguments of the graph, never baked in, so another closure of the same code over another
-tensor of the same shape reuses the trace.
+defaults, globals, called functions. `trace_cached` visits all of these and builds a fingerprint.
+Numbers and strings enter the fingerprint by value. Tensors enter by shape and dtype, because they
+are arguments of the graph, not constants: another closure of the same code over another tensor of
+the same shape reuses the trace.
 
-Some values cannot be read this way: an object or a class with attributes, a numpy array, `eval`, an
-import inside the function, a setting of torch. Such a function has no fingerprint; it is traced
-again at every call.
+Some values have no fingerprint: an object or a class with attributes, a numpy array, `eval`, an
+import inside the function, a setting of torch. A function that reads one of them is traced again at
+every call.
 
-The walk takes tens of microseconds. A function that has been walked over before is checked by its
-identity guard instead (`identity_guards`), where everything that it reads can be guarded.
+Building a fingerprint takes tens of microseconds. A function that already has one is checked by its
+identity guard instead (`identity_guards`), if everything that it reads can be guarded.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _CACHE_SIZE = 1024
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _MODULES = frozenset({"torch", "math", "numpy", "operator", "functools", "attnkit", "typing"})
-_TYPES = _MODULES | {"builtins"}  # classes in these modules do not change
-_BUILTINS = _TYPES | {"_functools", "_operator"}  # modules to which functions in C belong
+_TYPES = _MODULES | {"builtins"}  # modules whose classes do not change
+_BUILTINS = _TYPES | {"_functools", "_operator"}  # modules whose C functions do not change
 _IMPORT = dis.opmap["IMPORT_NAME"]
-# Functions whose result depends on state that the walk cannot see.
+# Functions whose result depends on state that a fingerprint does not include.
 _STATEFUL = frozenset(
     "eval exec globals locals vars input open __import__ import_module is_grad_enabled "
     "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
@@ -61,13 +61,14 @@ _STATEFUL = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class TraceRecord:
-    """Holds the trace that all functions with one fingerprint share; one object per fingerprint.
+    """Holds the trace that all functions with the same fingerprint share.
 
     Attributes:
         root: the graph.
         names: names of the captured tensors, by slot.
-        tensor_order: for each slot, the position of its tensor among those that the walk visits.
-        data_slots: see `data_slots`.
+        tensor_order: for each slot, the position of its tensor among the tensors that `_Walk`
+            visits.
+        data_slots: result of `data_slots` for the graph.
     """
 
     root: Node
@@ -76,18 +77,18 @@ class TraceRecord:
     data_slots: tuple[int, ...]
 
     def tensors(self, visited: list[Tensor]) -> tuple[Tensor, ...]:
-        """Select the captured tensors, by slot, from those that the walk visited."""
+        """Return the captured tensors by slot, selected from the `visited` tensors of a walk."""
         return tuple([visited[i] for i in self.tensor_order])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GuardedFunction:
-    """Holds a traced function and the guard of what it reads.
+    """Holds a traced function, its trace and its identity guard.
 
     Attributes:
         reference: weak reference to the function.
-        record: its trace.
-        guard: checks that the function still reads the same objects.
+        record: the trace.
+        guard: guard that checks whether the function still reads the same objects.
     """
 
     reference: weakref.ref[Any]
@@ -96,23 +97,23 @@ class GuardedFunction:
 
 
 _cache: dict[tuple[Any, ...], TraceRecord] = {}
-# The key holds the id of the function, which another function may have after this one is deleted.
+# The key holds the id of the function. Another function may reuse the id after this one is deleted.
 _guarded: dict[tuple[int, Kind, torch.device], GuardedFunction] = {}
 
 
 class _NoFingerprintError(Exception):
-    """Raised where a function reads something whose changes the walk cannot detect."""
+    """Raised if a function reads a value whose changes a fingerprint cannot detect."""
 
 
-# TypeError: something in the key does not hash. RecursionError: lists within lists, too deep.
+# TypeError: a part of the key is not hashable. RecursionError: lists are nested too deeply.
 _NO_KEY = (_NoFingerprintError, TypeError, RecursionError)
 
 
 class _Walk:
-    """Visits everything that a function reads, once, and builds its fingerprint.
+    """Visits every object that a function reads once and builds the fingerprint of the function.
 
     Attributes:
-        tensors: the tensors that the function reads, in the order of the walk.
+        tensors: the tensors that the function reads, in the order of the visits.
         seen: id of each visited object -> its number.
         guard: the identity guard of the same objects; None if one of them cannot be guarded.
     """
@@ -123,10 +124,10 @@ class _Walk:
         self.guard: IdentityGuard | None = IdentityGuard()
 
     def key(self, x: Any) -> Any:
-        """Return a hashable key of `x`; keys are equal only if the trace would be the same.
+        """Return a hashable key of `x`. Equal keys guarantee equal traces.
 
         Raises:
-            _NoFingerprintError: `x` may change, and the walk cannot detect it.
+            _NoFingerprintError: `x` may change in a way that a key cannot detect.
         """
         if isinstance(x, _PLAIN):
             return (type(x), str(x) if isinstance(x, float) else x)
@@ -162,7 +163,7 @@ class _Walk:
                 self.guard = None
 
     def _tensor(self, x: Tensor) -> Any:
-        if x.is_nested or x.layout != torch.strided or x.is_quantized:  # the trace refuses these
+        if x.is_nested or x.layout != torch.strided or x.is_quantized:  # the trace rejects these
             raise _NoFingerprintError
         number = self.seen.get(id(x))
         if number is None:
@@ -175,10 +176,10 @@ class _Walk:
         return tuple([(table.key, self.key(table.table)) for table in axes])
 
     def _immutable(self, x: Any) -> Any:
-        """Return an object that cannot change (library function, module or class) as its own key.
+        """Return `x` as its own key if it is a function, module or class of a library.
 
         Raises:
-            _NoFingerprintError: it is anything else, or a function that reads hidden state.
+            _NoFingerprintError: `x` is another object, or a function that reads hidden state.
         """
         if getattr(x, "__name__", None) in _STATEFUL:
             raise _NoFingerprintError
@@ -199,8 +200,9 @@ class _Walk:
     def _function(self, x: types.FunctionType) -> Any:
         if x.__name__ in _STATEFUL:
             raise _NoFingerprintError
-        # a function of torch, but not a closure over a user's functions: and_masks(one, other).
-        # `__module__` does not tell: functools.wraps copies it to a user's function.
+        # a function of torch, unless it is a closure over functions of the user, as the result of
+        # and_masks(one, other). `__module__` is unreliable: functools.wraps copies it to a user's
+        # function.
         if _root(str(x.__globals__.get("__name__"))) == "torch" and not x.__closure__:
             return x
         if _reads_state(x.__code__):
@@ -219,15 +221,15 @@ class _Walk:
 
 
 def _root(name: str) -> str:
-    """Return the top-level package of a module."""
+    """Return the top-level package of a module name: "torch" for "torch.nn"."""
     return name.partition(".")[0]
 
 
 def _is_fixed_type(x: Any) -> bool:
-    """Return whether this is a class of a library, found under its own name.
+    """Return whether `x` is a class of a library that can be found there under its own name.
 
-    `__module__` alone does not tell: a class of code that runs without a `__name__` has that of
-    builtins.
+    `__module__` alone is unreliable: it is "builtins" for a class defined by code that runs without
+    a `__name__`.
     """
     if not isinstance(x, type) or _root(str(x.__module__)) not in _TYPES:
         return False
@@ -239,7 +241,7 @@ def _is_fixed_type(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names_read(code: types.CodeType) -> tuple[str, ...]:
-    """List the global names that the code, or a function defined in it, may read."""
+    """Return the global names that `code`, or a function defined in it, may read."""
     names = dict.fromkeys(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -249,7 +251,7 @@ def _names_read(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _reads_state(code: types.CodeType) -> bool:
-    """Return whether code, or a function defined in it, may read state that its names hide."""
+    """Return whether `code`, or a function defined in it, may read state that is not a variable."""
     if not _STATEFUL.isdisjoint(code.co_names):
         return True
     if _IMPORT in code.co_code[::2]:  # rare: reading the instructions takes longer than a trace
@@ -262,11 +264,11 @@ def _reads_state(code: types.CodeType) -> bool:
 def lookup_by_identity(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
-    """Find the trace of a function that was traced before and still reads the same objects.
+    """Look up the trace of a function by its identity guard.
 
     Returns:
-        The trace and the captured tensors by slot; None if the function has no identity guard or
-        reads something else now.
+        The trace and the captured tensors by slot; None if the function has no identity guard, or
+        if it reads other objects than when it was traced.
     """
     entry = guarded_function(function, kind, device)
     if entry is None:
@@ -278,7 +280,7 @@ def lookup_by_identity(
 def guarded_function(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> GuardedFunction | None:
-    """Find the identity guard of a function; None if it has none."""
+    """Return the record of a traced function and its identity guard; None if it has no guard."""
     entry = _guarded.get((id(function), kind, device))
     return entry if entry is not None and entry.reference() is function else None
 
@@ -286,11 +288,11 @@ def guarded_function(
 def lookup_by_fingerprint(
     function: Callable[..., Any], kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...]] | None:
-    """Find the trace of any function with the same fingerprint, and guard this function with it.
+    """Look up a trace by the function's fingerprint; store an identity guard for later calls.
 
     Returns:
-        The trace and the captured tensors by slot; None if no traced function has this fingerprint,
-        or the function has none.
+        The trace and the captured tensors by slot; None if the function has no fingerprint, or if
+        no traced function has the same one.
     """
     walk = _Walk()
     try:
@@ -304,15 +306,15 @@ def lookup_by_fingerprint(
 
 
 def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
-    """Trace a function, or reuse a trace that is provably still valid.
+    """Trace a function, or return a cached trace that is still valid.
 
     Args:
-        function: `score_mod` or `mask_mod`.
+        function: a `score_mod` or a `mask_mod`.
         kind: "score" or "mask".
         device: device of the query.
 
     Raises:
-        TraceError: as `attnkit.tracing.tracer.trace`.
+        TraceError: see `attnkit.tracing.tracer.trace`.
     """
     cached = lookup_by_identity(function, kind, device) or lookup_by_fingerprint(
         function, kind, device
@@ -349,7 +351,7 @@ def _guard(
     record: TraceRecord,
     guard: IdentityGuard | None,
 ) -> None:
-    """Store the identity guard with which later calls check a function, until it is deleted."""
+    """Store the identity guard of a function until the function is deleted."""
     if guard is None:
         return
     key = (id(function), kind, device)
@@ -378,15 +380,15 @@ caches.register(_clear)
 
 @functools.lru_cache(maxsize=4096)
 def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
-    """Return the slots of the tensors on whose data proofs about a graph depend.
+    """Return the slots of the captured tensors on whose values the checks of a graph depend.
 
-    Proofs depend on the ranges of numbers from which integers are computed, and on whether float32
-    represents float64 numbers exactly. They do not depend on a table of floats that is only read,
-    which an optimizer may edit at every step.
+    The checks concern numbers from which integers, such as indices, are computed, and float64
+    numbers that float32 must represent exactly. Tables of floats that are only read, which an
+    optimizer may edit at every step, are not checked.
 
     Args:
         root: the graph.
-        slots: slots of its float64 tensors.
+        slots: slots of the float64 tensors of the graph.
     """
     found = set(rounding_sensitive_slots(root, slots))
     behind: dict[Node, frozenset[int]] = {}  # slots from which a node is computed
@@ -411,11 +413,11 @@ def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Tr
 
 
 def _custom_gradient(function: Any, seen: set[int]) -> type | None:
-    """Find a torch.autograd.Function that the function reads by name, if any.
+    """Return a torch.autograd.Function that `function` or a callee reads by name, or None.
 
     Args:
         function: any object.
-        seen: ids of the functions that were searched, because functions may call each other.
+        seen: ids of the functions that were already searched, because functions may be recursive.
     """
     if isinstance(function, functools.partial):
         return _custom_gradient(function.func, seen)

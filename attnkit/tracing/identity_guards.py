@@ -1,11 +1,11 @@
-"""Check in a microsecond that a function still reads the very same objects.
+"""Check in about a microsecond that a function still reads the same objects as when it was traced.
 
-A fingerprint (`guards`) walks over everything that a function reads. Once a function has a
-fingerprint, later calls need a cheaper check only: each place of the walk (closure cell, global,
-default, part of a mask) still holds the same object, and that object cannot change (a number, a
-string, a library function). Functions and masks are checked by the places inside them, tensors by
-their shape, dtype and the like. A guard keeps nothing large alive: it refers weakly to functions,
-masks and tensors.
+A fingerprint (`guards`) visits everything that a function reads. Once a function has a fingerprint,
+later calls need only a cheaper check: each visited place (closure cell, global, default, part of a
+mask) still holds the same object, and that object is immutable (a number, a string, a library
+function). For functions and masks, the places inside them are checked; for tensors, the shape, the
+dtype and other properties. A guard holds functions, masks and tensors by weak references, so it
+keeps nothing large alive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attnkit.tracing.mask import Mask
 from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util import caches
 
-# What a check raises where an object was deleted or a closure cell was emptied.
+# Exceptions that a check raises if an object was deleted or a closure cell was emptied.
 READ_ERRORS = (AttributeError, TypeError, ValueError)
 
 _MISSING = object()  # stands for a global that does not exist
@@ -35,20 +35,20 @@ _IMMUTABLE = frozenset(
 _WEAK = (types.FunctionType, functools.partial, Mask, ScoreMod, Tensor)
 _DEPTH = 4  # largest depth of lists within lists, because a list may contain itself
 
-# The value that a place must hold. (object, None): this object. (None, reference): the object that
-# the weak reference points to. (type, entries): a list, tuple or dict of such values.
+# Description of the value that a place must hold. (object, None): this object. (None, reference):
+# the target of the weak reference. (type, entries): a list, tuple or dict with these entries.
 Expected: TypeAlias = tuple[Any, Any]
 
 
 class CannotGuardError(Exception):
-    """Raised where a function reads a value that may change while it stays the same object."""
+    """Raised if a function reads a mutable object that an identity guard cannot check."""
 
 
 def expect(x: Any, depth: int = 0) -> Expected:
-    """Describe what a place must hold as long as it holds `x` unchanged.
+    """Return the `Expected` description of a place that holds `x` now.
 
     Raises:
-        CannotGuardError: `x` may change while it remains the same object.
+        CannotGuardError: `x` is mutable, so its identity does not show changes.
     """
     kind = type(x)
     if kind in _IMMUTABLE or (isinstance(x, np.generic) and not isinstance(x, np.void)):
@@ -61,11 +61,11 @@ def expect(x: Any, depth: int = 0) -> Expected:
         return kind, [expect(item, depth + 1) for pair in x.items() for item in pair]
     if isinstance(x, list | tuple | dict | int | float | complex | str | bytes | np.void):
         raise CannotGuardError
-    return x, None  # a module, class or function of a library: the fingerprint refuses all others
+    return x, None  # a module, class or function of a library: other objects have no fingerprint
 
 
 def matches(x: Any, expected: Expected) -> bool:
-    """Return whether `x` is what a place must hold."""
+    """Return whether `x` is the value that `expected` describes."""
     value, how = expected
     if how is None:
         return x is value
@@ -78,27 +78,27 @@ def matches(x: Any, expected: Expected) -> bool:
 
 
 class IdentityGuard:
-    """Checks that everything that a function reads is still the same.
+    """Checks that a function still reads the same objects as when it was traced.
 
-    The walk calls one of `add_function`, `add_mask`, `add_partial` and `add_tensor` for each
-    object, at most once per object. The guard then generates straight-line Python that compares all
-    places, because the check runs at every call.
+    `guards._Walk` calls one of the methods `add_...` for each object that the function reads, once
+    per object. The guard then generates straight-line Python that compares all places, because the
+    check runs at every call.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {"matches": matches, "MISSING": _MISSING, "tuple": tuple}
-        # Python text; each is true if a place, or what a trace reads itself, has changed
+        # Python expressions; each is true if a place, or a setting that traces read, has changed
         dtype = torch.get_default_dtype
         self._conditions = [f"{self._constant(dtype)}() is not {self._constant(dtype())}"]
-        self._references: dict[int, str] = {}  # id of a weak reference -> name of its object
+        self._references: dict[int, str] = {}  # id of a weak reference -> variable of its object
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
         self._read: Callable[[], tuple[Tensor, ...] | None] | None = None
 
     def add_function(self, f: types.FunctionType, names: Sequence[str]) -> None:
-        """Guard a function's code, closure cells, defaults, attributes and the named globals.
+        """Guard the code, closure cells, defaults and attributes of `f`, and the globals `names`.
 
         Raises:
-            CannotGuardError: one of them may change while it remains the same object.
+            CannotGuardError: one of them is mutable.
         """
         name = self._object(f)
         changed = [f"{name}.__code__ is not {self._constant(f.__code__)}"]
@@ -118,10 +118,10 @@ class IdentityGuard:
         self._conditions += changed
 
     def add_mask(self, m: Mask) -> None:
-        """Guard a mask's function, parts, lengths and declared tables.
+        """Guard the function, parts, lengths and declared tables of a mask.
 
         Raises:
-            CannotGuardError: its function may change while it remains the same object.
+            CannotGuardError: the function is a mutable object.
         """
         name = self._object(m)
         self._conditions += [
@@ -138,14 +138,14 @@ class IdentityGuard:
         """Guard the function and the declared tables of a score_mod.
 
         Raises:
-            CannotGuardError: its function may change while it remains the same object.
+            CannotGuardError: the function is a mutable object.
         """
         name = self._object(mod)
         self._conditions.append(self._differs(f"{name}.function", expect(mod.function)))
         self._conditions += self._other_axes(name, mod.axes)
 
     def _other_axes(self, name: str, axes: tuple[Axes, ...]) -> list[str]:
-        """Return expressions that are true if a function declares other tables now."""
+        """Return Python expressions that are true if variable `name` declares other tables now."""
         return [
             f"{name}.axes.__class__ is not tuple",
             f"len({name}.axes) != {len(axes)}",
@@ -153,10 +153,10 @@ class IdentityGuard:
         ]
 
     def add_partial(self, p: functools.partial[Any]) -> None:
-        """Guard a partial's function and arguments.
+        """Guard the function and the arguments of a functools.partial.
 
         Raises:
-            CannotGuardError: one of them may change while it remains the same object.
+            CannotGuardError: one of them is mutable.
         """
         fields = f"{self._constant(_partial_fields)}({self._object(p)})"
         self._conditions.append(self._differs(fields, expect(_partial_fields(p))))
@@ -167,10 +167,10 @@ class IdentityGuard:
         self._tensors.append((name, type(t), t.shape, t.dtype, t.device, t.requires_grad))
 
     def check(self) -> list[Tensor] | None:
-        """Return the tensors in the order of the walk; None if a new trace could differ.
+        """Return the guarded tensors, in the order of `add_tensor`; None if the guard fails.
 
-        A trace depends on the identity of the objects, and on the class, shape, dtype, device and
-        requires_grad of the tensors.
+        The guard fails if the function reads another object, or if the class, shape, dtype, device
+        or requires_grad of a tensor has changed.
         """
         try:
             if self._read is None:
@@ -192,14 +192,14 @@ class IdentityGuard:
         return list(tensors)
 
     def reader(self, positions: Sequence[int]) -> Callable[[], tuple[Tensor, ...] | None]:
-        """Compile a function that compares all identities and returns some of the tensors.
+        """Compile a function that compares all identities and returns the selected tensors.
 
-        The compiled function returns None if the guarded function reads other objects now, and
+        The compiled function returns None if the guarded function reads other objects now. It
         raises one of `READ_ERRORS` if an object was deleted or a closure cell is empty. It does not
         compare the shapes of the tensors.
 
         Args:
-            positions: which tensors, by their order in the walk.
+            positions: positions of the tensors to return, in the order of `add_tensor`.
         """
         objects = sorted(self._references.values(), key=lambda name: int(name[1:]))
         deleted = [f"{name} is None" for name in objects]
@@ -214,18 +214,18 @@ class IdentityGuard:
         )
         names = dict(self._names)
         exec(_code(text), names)
-        # popped, so that the function is in no cycle and dies with the guard
+        # popped, so that the function is in no reference cycle and is freed with the guard
         read: Callable[[], tuple[Tensor, ...] | None] = names.pop("read")
         return read
 
     def _constant(self, x: Any) -> str:
-        """Make a value available to the generated code; return its name, `x` and a number."""
+        """Register a value; return its name (`x3`, `x4`, ...) in the generated code."""
         name = f"x{len(self._names)}"
         self._names[name] = x
         return name
 
     def _object(self, x: Any) -> str:
-        """Refer weakly to an object; return its name in the generated code, `o` and a number."""
+        """Register a weak reference; return the object's name (`o3`, ...) in the generated code."""
         reference = weakref.ref(x)  # the same one for the same object, as it has no callback
         key = id(reference)
         if key not in self._references:
@@ -233,7 +233,7 @@ class IdentityGuard:
         return self._references[key]
 
     def _differs(self, place: str, expected: Expected) -> str:
-        """Return a Python expression that is true if a place no longer holds what it must."""
+        """Return a Python expression that is true if `place` does not hold the `expected` value."""
         value, how = expected
         if how is None:
             return f"{place} is not {self._constant(value)}"

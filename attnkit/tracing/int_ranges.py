@@ -1,4 +1,4 @@
-"""Bound the integers of a trace without lengths and data: by dtypes, constants and operations."""
+"""Compute ranges of integer nodes in a trace from dtypes, constants and operations alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INT32: Range = (-(2**31), 2**31 - 1)
 
 
 class IntRanges:
-    """Computes ranges of integer and bool nodes, once per node.
+    """Computes and caches the ranges of integer and bool nodes.
 
-    A result may lie outside int32, which tells that the operation may wrap.
+    A range that exceeds int32 shows that the operation may wrap.
 
     Args:
-        position: greatest value of an argument b, h, q or kv.
+        position: largest value of the arguments b, h, q and kv.
     """
 
     def __init__(self, position: int) -> None:
@@ -24,11 +24,11 @@ class IntRanges:
         self._ranges: dict[Node, Range] = {}
 
     def set(self, n: Node, low: int, high: int) -> None:
-        """Record the range of a node, such as that of a captured tensor's dtype."""
+        """Set the range of a node, such as a load from a captured uint8 tensor."""
         self._ranges[n] = low, high
 
     def of(self, n: Node) -> Range:
-        """Return the least and the greatest value of an integer or bool node."""
+        """Return the (smallest, largest) value of an integer or bool node."""
         for m in ir.topo(n):
             if m not in self._ranges:
                 self._ranges[m] = self._compute(m)

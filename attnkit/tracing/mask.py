@@ -1,8 +1,8 @@
-"""Define masks that combine by operators: `causal() & sliding_window(1024) | prefix(128)`, `~mask`.
+"""Define `Mask`, a mask_mod with operators: `causal() & sliding_window(1024) | prefix(128)`.
 
-A mask is a function `mask_mod(b, h, q, kv)` that says which scores attention keeps. `Mask` adds the
-boolean operators. Building or combining masks computes nothing; attention traces the mask and
-classifies its tiles when it first needs them.
+A mask is a function `mask_mod(b, h, q, kv)` that returns True for the scores that attention keeps.
+`Mask` adds boolean operators. Building or combining masks is cheap: attention traces the mask and
+classifies its tiles at its first call.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ _SIGNS = {"and": "&", "or": "|", "xor": "^"}
 
 
 class Mask:
-    """Wraps a mask_mod so that it combines with others by `&`, `|`, `^` and `~`.
+    """Wraps a mask_mod so that it combines with other masks by `&`, `|`, `^` and `~`.
 
-    A `Mask` is itself a mask_mod: pass it wherever attnkit or FlexAttention takes one. Plain
-    functions may stand on either side of an operator, as long as one side is a `Mask`.
+    A `Mask` is itself a mask_mod: pass it wherever attnkit or FlexAttention accepts one. One of the
+    two operands of an operator may be a plain function.
 
     Args:
         function: `mask_mod(b, h, q, kv)`. Each argument is an int32 tensor of shape [] (batch,
             query head, query position and kv position); the function returns a bool tensor of shape
             [], True where attention keeps the score. It may read captured tensors by index.
-        label: text that `repr` shows, for example "causal()"; the function's name if None.
-        lengths: (query length, kv length) that the mask was built for, None for any. Each entry is
-            an int, a (least, most) pair whose most may be None, or None for any length. Using the
-            mask at other lengths raises a ShapeError.
-        axes: what the axes of captured tensors mean, as `attnkit.Axes`. A call with other sizes
-            is a ShapeError.
+        label: text that `repr` returns, for example "causal()"; None for the function's name.
+        lengths: (query length, kv length) that the mask was built for; None for any lengths. Each
+            entry is an int, None for any length, or a (least, most) pair, in which most may be
+            None. Using the mask at other lengths raises a ShapeError.
+        axes: meaning of the axes of captured tensors, as `attnkit.Axes`. A call with other sizes
+            raises a ShapeError.
         frame: "common" if the mask compares query positions with key positions; "separate" if
-            queries and keys are packed at different offsets, so that comparing their positions
-            means nothing. The operators refuse to combine the two. A shift returns "".
+            queries and keys are packed at different offsets, so that their positions are not
+            comparable; "" if neither applies. The operators reject a combination of "common" and
+            "separate". A shifted mask has frame "".
 
     Attributes:
         function: the mask_mod; None for a combination of masks.
-        label: the text that `repr` shows.
-        lengths: the query and kv lengths that the mask allows; for a combination, those that all
-            its parts allow.
-        axes: the declared tables; for a combination, those of all its parts.
-        frame: as above; for a combination, that of its parts.
+        label: the text that `repr` returns.
+        lengths: the query and kv lengths that the mask allows; for a combination, the lengths that
+            all its parts allow.
+        axes: the declared tables; for a combination, the tables of all its parts.
+        frame: see the argument; for a combination, the frame of its parts.
         op: "" for a plain mask; "and", "or", "xor" or "not" for a combination.
         parts: the masks that `op` combines.
 
     Raises:
-        ArgumentError: function is not callable, label is no string, or axes are not `Axes`.
-        OptionError: lengths is not such a pair, or has a length below 1; frame is unknown, or the
-            operators combine "common" with "separate".
-        ShapeError: the operators combine masks that have no length in common, or whose tables are
-            for different batch sizes or different heads.
+        ArgumentError: `function` is not callable, `label` is not a string, or `axes` contains
+            something other than `Axes`.
+        OptionError: `lengths` is malformed or has a length below 1, `frame` is unknown, or an
+            operator combines "common" with "separate".
+        ShapeError: an operator combines masks that have no length in common, or whose tables are
+            for different batch sizes or different numbers of heads.
 
     >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
     >>> causal & (lambda b, h, q, kv: q - kv < 1024)
@@ -149,7 +151,7 @@ class Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
 
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> Mask:
-        """Return this mask moved along the queries or the keys.
+        """Return this mask with `q` added to query positions and `kv` added to kv positions.
 
         The result keeps (q', kv') where this mask keeps (q' + q, kv' + kv), so row 0 of the result
         is row `q` of this mask. Positions before row 0 or column 0 of this mask are masked. The
@@ -157,13 +159,13 @@ class Mask:
         number of the remaining rows and columns, also after a shift by 0.
 
         Args:
-            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B],
-                one shift per batch entry; None to leave the rows as they are.
-            kv: shift of the columns, as for `q`. The values of a tensor may change between calls,
-                so along an axis that a tensor shifts the result accepts any length.
+            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B]
+                with one shift per batch entry; None for no shift.
+            kv: shift of the columns, in the same forms as `q`. The values of a tensor may change
+                between calls, so the result accepts any length along an axis shifted by a tensor.
 
         Raises:
-            ArgumentError: q or kv is something else.
+            ArgumentError: `q` or `kv` has another type or shape.
             ShapeError: the mask was built for fixed lengths, and the shift leaves no row or column.
 
         >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
@@ -199,7 +201,9 @@ class Mask:
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """Combine masks by `&`: keep the scores that every mask keeps (all scores, for no mask).
+    """Return the intersection of masks: keep a score if every mask keeps it.
+
+    Without arguments the result keeps all scores.
 
     Args:
         mask_mods: masks or plain mask_mod functions.
@@ -212,7 +216,9 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """Combine masks by `|`: keep the scores that any mask keeps (no score, for no mask).
+    """Return the union of masks: keep a score if any mask keeps it.
+
+    Without arguments the result keeps no score.
 
     Args:
         mask_mods: masks or plain mask_mod functions.
@@ -225,15 +231,15 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
 
 
 def per_head(masks: Sequence[MaskMod]) -> Mask:
-    """Apply `masks[h]` to query head h.
+    """Return a mask that applies `masks[h]` to query head h.
 
-    Attention with another number of query heads is refused (ShapeError).
+    Attention with another number of query heads raises a ShapeError.
 
     Args:
         masks: one mask or mask_mod per query head; the list may repeat a mask.
 
     Raises:
-        ArgumentError: masks is empty, or is not a sequence of callables.
+        ArgumentError: `masks` is empty, or is not a sequence of callables.
         ShapeError: the masks have no length in common.
 
     >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
@@ -244,15 +250,15 @@ def per_head(masks: Sequence[MaskMod]) -> Mask:
 
 
 def per_batch(masks: Sequence[MaskMod]) -> Mask:
-    """Apply `masks[b]` to batch entry b.
+    """Return a mask that applies `masks[b]` to batch entry b.
 
-    Attention with another batch size is refused (ShapeError).
+    Attention with another batch size raises a ShapeError.
 
     Args:
         masks: one mask or mask_mod per batch entry; the list may repeat a mask.
 
     Raises:
-        ArgumentError: masks is empty, or is not a sequence of callables.
+        ArgumentError: `masks` is empty, or is not a sequence of callables.
         ShapeError: the masks have no length in common.
 
     >>> causal = Mask(lambda b, h, q, kv: kv <= q, "causal()")
@@ -273,7 +279,7 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
     choice = [place[id(m)] for m in masks]
     options = tuple(different.values())
     # The choice is a captured tensor on each device in use, not arithmetic on h, so that an index
-    # beyond the masks is refused like any other index that leaves its tensor.
+    # beyond the masks raises the same error as any other out-of-bounds index.
     tables: dict[str, Tensor] = {}
 
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -313,10 +319,10 @@ def _checked_frame(frame: Any) -> Frame:
 
 
 def _common_frame(masks: Sequence[Mask]) -> Frame:
-    """Return the frame of a combination.
+    """Return the frame of a combination of masks: that of any part whose frame is not "".
 
     Raises:
-        OptionError: one mask compares positions that another packs at different offsets.
+        OptionError: one mask has the frame "common" and another "separate".
     """
     first = {m.frame: m.label for m in reversed(masks)}
     if "common" in first and "separate" in first:
@@ -332,7 +338,7 @@ def _common_frame(masks: Sequence[Mask]) -> Frame:
 
 
 def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None) -> Lengths:
-    """Return the lengths that a shifted mask allows; any length where the shift is a tensor."""
+    """Return the lengths that a shifted mask allows: any length on an axis shifted by a tensor."""
     ints = [None if isinstance(by, Tensor) else by for by in (q, kv)]
     limited = mask.lengths.shifted(mask.label, *ints)
     free = Lengths()
@@ -343,5 +349,5 @@ def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None
 
 
 def noop_mask(b: Any, h: Any, q: Any, kv: Any) -> bool:
-    """Keep every score: the mask_mod of attention without a mask."""
+    """Keep every score. This is the mask_mod of attention without a mask."""
     return True

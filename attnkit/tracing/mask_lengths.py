@@ -1,4 +1,4 @@
-"""Check the query and kv lengths at which masks are used; each mask allows a range of both."""
+"""Define the ranges of query and kv lengths that masks allow, and check the lengths of calls."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple, TypeAlias
 from attnkit.errors import OptionError, ShapeError
 from attnkit.util.arguments import shown
 
-Range: TypeAlias = tuple[int, int | None]  # (least, most); None: no limit
+Range: TypeAlias = tuple[int, int | None]  # (least, most), None for no upper limit
 
 ANY: Range = (1, None)
 _NAMES = ("query length", "kv length")
 
 
 class Lengths(NamedTuple):
-    """Holds the query and kv lengths that a mask allows.
+    """Holds the ranges of query and kv lengths that a mask allows.
 
     Attributes:
-        q, kv: (least, most) length, both included; most is None where there is no limit.
+        q, kv: (least, most) length, both included; most is None if there is no upper limit.
     """
 
     q: Range = ANY
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
         return ", ".join(limited) or "any lengths"
 
     def check(self, label: str, q_len: int, kv_len: int) -> None:
-        """Check that the mask may be used at these lengths; `label` names it in the message.
+        """Raise a ShapeError if the mask named `label` does not allow these lengths.
 
         Raises:
             ShapeError: the mask was built for other lengths.
@@ -48,14 +48,14 @@ class Lengths(NamedTuple):
             )
 
     def shifted(self, label: str, q: int | None, kv: int | None) -> Lengths:
-        """Return the lengths that remain after the first `q` rows and `kv` columns.
+        """Return the lengths that the mask allows after a shift by `q` rows and `kv` columns.
 
-        A shifted mask is a window that need not reach the end of the mask, so it allows every
-        length from 1 on.
+        A shifted mask is a window that need not reach the end of the original mask, so it allows
+        every length from 1 to the number of remaining rows or columns.
 
         Args:
             label: label of the mask, for messages.
-            q, kv: an int of either sign, None to leave the range as it is.
+            q, kv: an int of either sign; None to keep the range.
 
         Raises:
             ShapeError: no row or no column remains.
@@ -75,14 +75,14 @@ class Lengths(NamedTuple):
 
 
 def as_lengths(value: Any) -> Lengths:
-    """Parse the `lengths` argument of a mask.
+    """Parse the `lengths` argument of a mask to `Lengths`.
 
     Args:
-        value: None, or a (query, kv) pair whose entries are None (any length), an int (this length)
-            or a pair (least, most), most an int or None.
+        value: None, or a (query, kv) pair. Each entry is None (any length), an int (this length) or
+            a pair (least, most), in which most is an int or None.
 
     Raises:
-        OptionError: value is something else, or has a length below 1.
+        OptionError: `value` has another form, or has a length below 1.
     """
     if value is None:
         return Lengths()
@@ -92,7 +92,7 @@ def as_lengths(value: Any) -> Lengths:
 
 
 def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
-    """Return the lengths that several masks have in common.
+    """Return the intersection of the lengths that several masks allow.
 
     Args:
         masks: label and lengths of each mask.

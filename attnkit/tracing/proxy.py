@@ -1,9 +1,9 @@
-"""Define the proxy values that a traced function receives in place of tensors.
+"""Define `Value`, the proxy that a traced function receives in place of a tensor.
 
-A `Value` that stands for one number holds its node. A `Value` with a shape, such as a row of a
-captured tensor, holds a function from index nodes to a node; it must be indexed or reduced before
-the traced function returns it. Operations on captured tensors alone run eagerly.
-`attnkit.tracing.ops` defines what each torch function does with a `Value`.
+A `Value` of shape [] holds the graph node of its number. A `Value` with a shape, such as a row of a
+captured tensor, holds a function from index nodes to the node of an element; it must be indexed or
+reduced before the traced function returns it. Operations whose arguments are all captured tensors
+run eagerly. `attnkit.tracing.ops` defines the handler of each torch function.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
 from attnkit.util.package import FOLDER
 
 Pick: TypeAlias = Callable[..., Node]
-# How much of a captured tensor a Value covers: all of it, the end of some dimensions, or less. An
-# index beyond a part means another element, or none, in the whole tensor.
+# Which part of a captured tensor a Value covers: "" for the whole tensor, "end" for slices that
+# reach the end of their dimensions, "inner" for other slices. An index that is out of bounds in a
+# part may be in bounds in the whole tensor.
 Part: TypeAlias = Literal["", "end", "inner"]
 Handler: TypeAlias = Callable[..., Any]
 
-# torch function or method -> its handler, which acts on Values; `attnkit.tracing.ops` fills it.
+# torch function or method -> handler for calls with Values; `attnkit.tracing.ops` registers them.
 HANDLERS: dict[Any, Handler] = {}
 
 _NUMBER = "it stands for one number, as a tensor of shape []"
 
-# Random functions are refused: neither FlexAttention nor a kernel can draw a number per score.
+# Random functions are rejected: neither FlexAttention nor a kernel can draw a number per score.
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial "
     "poisson dropout alpha_dropout uniform_ normal_ random_ bernoulli_ exponential_".split()
 )
 
-# Eager calls that read no data of a tensor ("__get__" is any attribute: shape, dtype, device, ...).
+# Eager calls that do not read the data of a tensor ("__get__" is any attribute: shape, dtype, ...).
 _METADATA = frozenset(
     "__get__ size stride dim ndimension numel nelement element_size is_floating_point is_complex "
     "is_contiguous get_device __len__ data_ptr storage_offset is_signed type".split()
@@ -53,15 +54,15 @@ class Tracer:
     """Holds the state of one trace: captured tensors, results of eager operations, the first error.
 
     Attributes:
-        device: what `.device` of a traced value returns.
-        converter: what dtypes change in the values.
+        device: device that `.device` of a traced value returns.
+        converter: converts nodes to the dtypes that torch would compute.
         slots: id of each captured tensor -> its slot.
         tensors: captured tensors by slot.
         results: id of each tensor that an eager operation returned -> (the tensor, whether it
             depends on captured tensors).
-        derived: whether a captured tensor was computed from others, so that the trace is valid for
-            one call only.
-        error: the first error, also if the user's function swallows it.
+        derived: whether the function computed a captured tensor from others, so that the trace is
+            valid for one call only.
+        error: the first error, even if the user's function catches it.
     """
 
     def __init__(self, device: torch.device, *, rounds: bool = False) -> None:
@@ -74,18 +75,18 @@ class Tracer:
         self.error: TraceError | None = None
 
     def failure(self, message: str) -> TraceError:
-        """Create a TraceError at the user's line, and record it in case the user swallows it."""
+        """Return a TraceError that names the user's line; record it in case the user catches it."""
         error = TraceError(message + _user_line())
         if self.error is None:
             self.error = error
         return error
 
     def fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise a TraceError at the user's line."""
+        """Raise a TraceError with `message` that names the user's line."""
         raise self.failure(message) from cause
 
     def record_result(self, result: Any, arguments: Sequence[Any]) -> Any:
-        """Record the tensors that an eager operation returned, and return its result."""
+        """Record the tensors in the `result` of an eager operation; return `result`."""
         if isinstance(result, Tensor):
             inputs = [a for a in _leaves(arguments) if isinstance(a, Tensor)]
             captured = any(id(a) not in self.results or self.results[id(a)][1] for a in inputs)
@@ -97,12 +98,12 @@ class Tracer:
         return result
 
     def is_local(self, x: Any) -> bool:
-        """Return whether the memory of a tensor was allocated while tracing."""
+        """Return whether the memory of tensor `x` was allocated during this trace."""
         base = x if not isinstance(x, Tensor) or x._base is None else x._base
         return id(base) in self.results
 
     def record_read(self, function: Any, arguments: Sequence[Any]) -> None:
-        """Record an eager operation that may have read a captured tensor's data as a number."""
+        """Set `derived` if an eager operation may have read data of a captured tensor."""
         if _title(function) not in _METADATA:
             tensors = [a for a in arguments if isinstance(a, Tensor)]
             self.derived |= any(
@@ -110,10 +111,10 @@ class Tracer:
             )
 
     def lift(self, x: Any) -> Value:
-        """Convert a tensor or number that the user combines with a Value to a Value.
+        """Convert a tensor or a number that the user combines with a Value to a Value.
 
         Raises:
-            TraceError: it cannot be combined with a traced value.
+            TraceError: `x` cannot be combined with a traced value.
         """
         if isinstance(x, Value):
             return x
@@ -130,7 +131,7 @@ class Tracer:
         )
 
     def capture_view(self, x: Tensor) -> Value:
-        """Capture a view of a captured tensor as a separate captured tensor."""
+        """Capture `x`, a view of a captured tensor, as a separate tensor; return its Value."""
         self.results[id(x)] = (x, True)
         return self._capture(x)
 
@@ -164,26 +165,27 @@ class Tracer:
         return Value(self, None, x.dtype, tuple(x.shape), pick, x)
 
 
-# What every Value is an alias of: a tensor without data, which nothing reads.
+# Every Value aliases this tensor, which has no data and is never read.
 _NO_DATA = torch.empty((), device="meta")
 
 
 class Value(Tensor):
-    """Stands for a tensor while tracing and records what the user's function does with it.
+    """Proxy for a tensor during tracing; records the operations of the user's function.
 
-    It is a subclass of Tensor, so that `isinstance(x, torch.Tensor)` has the same result as for the
-    tensor that it stands for.
+    It is a subclass of Tensor, so that `isinstance(x, torch.Tensor)` is true for it, as for the
+    tensor that it represents.
 
     Attributes:
         tracer: the trace.
-        dtype: the dtype that torch gives to the value.
+        dtype: the dtype that torch would give to the value.
         sizes: the shape; () for one number.
-        kind: type of the node.
+        kind: type of the node in the graph.
         pick: function from index nodes, one per dimension, to the node of that element.
-        origin: the captured tensor, or view of one, that this Value stands for; None if it is not.
-        part: how much of the captured tensor this Value covers.
-        number: the Python number that this Value stands for, whose dtype gives way to that of any
-            tensor; None if it stands for a tensor.
+        origin: the captured tensor, or the view of one, that this Value represents; None for
+            computed values.
+        part: which part of the captured tensor this Value covers.
+        number: the Python number that this Value represents; None for a tensor. In type promotion a
+            tensor takes precedence over a number.
     """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
@@ -214,7 +216,7 @@ class Value(Tensor):
 
     @property
     def node(self) -> Node:
-        """Return the node of a Value that stands for one number.
+        """Return the graph node of a Value of shape [].
 
         Raises:
             TraceError: the Value has a shape.
@@ -338,7 +340,7 @@ for _name in "neg abs invert pos".split():
 
 
 class TracingMode(TorchFunctionMode):
-    """Sends every torch call inside the user's function to `dispatch`."""
+    """Torch function mode that passes every torch call of the user's function to `dispatch`."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -351,7 +353,7 @@ class TracingMode(TorchFunctionMode):
 
 
 def _instead_of(name: str) -> str:
-    """Say what to write instead of a function that cannot be traced."""
+    """Return advice on what to write instead of the torch function `name`."""
     from attnkit.tracing.alternatives import instead_of  # of use to messages only
 
     return instead_of(name)
@@ -359,6 +361,14 @@ def _instead_of(name: str) -> str:
 
 def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     """Handle a torch call of the user's function: trace it if an argument is a Value, else run it.
+
+    Args:
+        tracer: the trace.
+        function: the torch function.
+        args, kwargs: its arguments.
+
+    Returns:
+        The result of the handler, or of the eager call.
 
     Raises:
         TraceError: the call is not supported, or its arguments are wrong.
@@ -412,7 +422,7 @@ def _in_place(function: Any) -> bool:
 
 
 def _mutated(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """List the tensors that a call mutates."""
+    """Return the tensors that a torch call changes in place."""
     first = _in_place(function) or bool(kwargs.get("inplace"))
     return [*args[:first], *_leaves(kwargs.get("out", ()))]
 
@@ -446,7 +456,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _user_line() -> str:
-    """Return file, line and source of the user's code, with carets under the current expression."""
+    """Return text: file, line and source of the user's code, with carets under the expression."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Define `ScoreMod`, a score_mod that declares its tables and can be shifted."""
+"""Define `ScoreMod`, a score_mod that declares the shapes of its tables and can be shifted."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from attnkit.tracing.shift import check_shift, checked_label, shift_text, shifte
 
 
 class ScoreMod:
-    """Wraps a score_mod with a label and the meaning of the axes of its tables.
+    """Wraps a score_mod with a label and a description of the axes of its tables.
 
-    A `ScoreMod` is itself a score_mod: pass it wherever attnkit or FlexAttention takes one. The
-    functions of `attnkit.mods` return one.
+    A `ScoreMod` is itself a score_mod: pass it wherever attnkit or FlexAttention accepts one. The
+    functions of `attnkit.mods` return instances.
 
     Args:
         function: `score_mod(score, b, h, q, kv)`. The score is a float tensor of shape []; the
-            others are int32 tensors of shape [] (batch, query head, query position, kv position).
-            Returns the new score. It may read captured tensors by index.
-        label: text that `repr` shows, for example "alibi(8)"; the function's name if None.
-        axes: what the axes of captured tensors mean, as `attnkit.Axes`. A call with other sizes
-            is a ShapeError.
+            other arguments are int32 tensors of shape [] (batch, query head, query position, kv
+            position). It returns the new score. It may read captured tensors by index.
+        label: text that `repr` returns, for example "alibi(8)"; None for the function's name.
+        axes: meaning of the axes of captured tensors, as `attnkit.Axes`. A call with other sizes
+            raises a ShapeError.
 
     Attributes:
         function: the score_mod.
-        label: the text that `repr` shows.
+        label: the text that `repr` returns.
         axes: the declared tables.
 
     Raises:
-        ArgumentError: function is not callable, or axes are not `Axes`.
-        ShapeError: two tables are for different batch sizes or different heads.
+        ArgumentError: `function` is not callable, `label` is not a string, or `axes` contains
+            something other than `Axes`.
+        ShapeError: two tables are for different batch sizes or different numbers of heads.
 
     >>> import torch
     >>> slopes = torch.tensor([0.5, 0.25])
@@ -62,19 +63,19 @@ class ScoreMod:
         return self.function(score, b, h, q, kv)
 
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> ScoreMod:
-        """Return this mod moved along the queries or the keys, as `Mask.shift` moves a mask.
+        """Return this score_mod with `q` added to query positions and `kv` added to kv positions.
 
-        The result treats (q', kv') as this mod treats (q' + q, kv' + kv). A mod that reads
-        positions needs it for queries that follow a cache, or for one chunk of the queries. A
-        position may become negative; the mod computes with it as it is.
+        The result modifies the score at (q', kv') as this score_mod does at (q' + q, kv' + kv).
+        A score_mod that reads positions needs a shift if the queries follow a KV cache, or for one
+        chunk of the queries. Negative positions are passed on unchanged.
 
         Args:
-            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B],
-                one shift per batch entry; None to leave the rows as they are.
-            kv: shift of the columns, as for `q`.
+            q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B]
+                with one shift per batch entry; None for no shift.
+            kv: shift of the columns, in the same forms as `q`.
 
         Raises:
-            ArgumentError: q or kv is something else.
+            ArgumentError: `q` or `kv` has another type or shape.
 
         >>> alibi = ScoreMod(lambda s, b, h, q, kv: s + 0.5 * (kv - q), "alibi()")
         >>> alibi.shift(q=5)  # the queries follow 5 keys of a cache

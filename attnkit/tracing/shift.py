@@ -1,4 +1,4 @@
-"""Check and apply what masks and score_mods share: labels, and shifts of positions."""
+"""Check labels and apply position shifts, for both masks and score_mods."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from attnkit.util.arguments import shown
 
 
 def check_shift(name: str, by: Any) -> int | Tensor | None:
-    """Check one argument of `shift`, and return it.
+    """Return the argument `by` of a method `shift` if it is valid; `name` is for the message.
 
     Raises:
-        ArgumentError: it is not None, an int, or an integer tensor of shape [] or [B].
+        ArgumentError: `by` is not None, an int, or an integer tensor of shape [] or [B].
     """
     if by is None:
         return None
@@ -32,10 +32,10 @@ def check_shift(name: str, by: Any) -> int | Tensor | None:
 
 
 def checked_label(label: Any, function: Any) -> str:
-    """Return the label of a mask or a score_mod: the caller's, else the function's name.
+    """Return the label of a mask or a score_mod: `label` if given, else the function's name.
 
     Raises:
-        ArgumentError: the caller's is not a str.
+        ArgumentError: `label` is neither a str nor None.
     """
     if label is not None and not isinstance(label, str):
         raise ArgumentError(f"label must be a str or None, got {type(label).__name__}")
@@ -43,19 +43,19 @@ def checked_label(label: Any, function: Any) -> str:
 
 
 def shifted(at: Any, by: int | Tensor | None, b: Any) -> Any:
-    """Return a position moved by `by`, which is [B] with one shift per batch entry, or shared."""
+    """Return position `at` plus the shift `by`; a shift of shape [B] is indexed by `b` first."""
     if by is None:
         return at
     return at + (by[b] if isinstance(by, Tensor) and by.ndim else by)
 
 
 def may_precede(by: int | Tensor | None) -> bool:
-    """Return whether a shift may lead to a position below 0."""
+    """Return whether a shift may move a position below 0."""
     return isinstance(by, Tensor) or (by is not None and by < 0)
 
 
 def shift_text(q: int | Tensor | None, kv: int | Tensor | None) -> str:
-    """Format the arguments of `shift` for a label."""
+    """Format the arguments of `shift` for a label, for example "q=5, kv=[8]" (a tensor [8])."""
     return ", ".join(
         f"{name}={list(by.shape) if isinstance(by, Tensor) else by}"
         for name, by in (("q", q), ("kv", kv))

@@ -36,7 +36,7 @@ caches.register(ir.clear_caches)  # here, as `graph` imports nothing of `util`
 
 
 class DTypeTraceError(TraceError, DTypeError):
-    """Raised where a traced function returns a value of the wrong dtype."""
+    """Raised if a traced function returns a value of the wrong dtype."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Traced:
 
     Attributes:
         kind: "score" or "mask".
-        root: f32 expression of score, b, h, q, kv for a score_mod; bool expression of b, h, q, kv
-            for a mask_mod.
+        root: float32 expression of score, b, h, q, kv for a score_mod; bool expression of b, h, q,
+            kv for a mask_mod.
         tensors: captured tensors by load slot.
         names: names of the captured tensors in the user's code, by slot.
-        derived: whether a captured tensor was computed from others while tracing; the trace is
-            then valid for one call only.
+        derived: whether the function computed a captured tensor from others. The trace is then
+            valid for one call only.
     """
 
     kind: Kind
@@ -65,19 +65,19 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str = "cpu") -> Traced:
-    """Trace a `score_mod(score, b, h, q, kv)` or a `mask_mod(b, h, q, kv)`.
+    """Trace a `score_mod(score, b, h, q, kv)` or a `mask_mod(b, h, q, kv)` to a graph.
 
     Args:
-        function: any callable with that many positional arguments.
+        function: the function, any callable with these positional arguments.
         kind: "score" or "mask".
-        device: what `.device` of a traced value returns.
+        device: device that `.device` of a traced value returns.
 
     Returns:
         The graph, with the captured tensors by slot.
 
     Raises:
-        TraceError: the function cannot be traced, or returns no number per score.
-        DTypeTraceError: it returns a number of the wrong dtype.
+        TraceError: the function cannot be traced, or does not return one number per score.
+        DTypeTraceError: the function returns a number of the wrong dtype.
     """
     tracer = Tracer(torch.device(device), rounds=kind == "mask")
     names = ARGUMENTS[kind]
@@ -106,14 +106,14 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
 
 
 def _message_of(error: Exception) -> str:
-    """Return the message of an error in the user's code; replace numpy's by an explanation."""
+    """Return the message of an error in the user's code; explain numpy's error on a Value."""
     if "__array_ufunc__" in str(error):
         return "a numpy function takes no traced value; use the torch function of that name"
     return str(error)
 
 
 def _renumber_slots(root: Node, tensors: list[Tensor]) -> tuple[Node, tuple[Tensor, ...]]:
-    """Renumber the slots by first use in the graph, so that equal functions have equal graphs."""
+    """Renumber slots by first use, so that equal functions have equal graphs; drop unused ones."""
     loads = [n for n in ir.topo(root) if n.op == "load"]
     order = {slot: i for i, slot in enumerate(dict.fromkeys(n.attr for n in loads))}
     if all(slot == i for slot, i in order.items()):
@@ -147,7 +147,7 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
 
 
 def takes(function: Any, kind: Kind) -> bool:
-    """Return whether a function can be called with the arguments of a kind."""
+    """Return whether `function` accepts the arguments of a score_mod or a mask_mod."""
     if not callable(function):
         return False
     try:
@@ -158,7 +158,7 @@ def takes(function: Any, kind: Kind) -> bool:
 
 
 def _advice(function: Callable[..., Any], kind: Kind) -> str:
-    """Return a hint for a function that does not take the arguments of its kind."""
+    """Return a hint for a function that does not accept the arguments of `kind`."""
     other: Kind = "mask" if kind == "score" else "score"
     if not takes(function, other):
         return f"If it makes a {kind}_mod, pass what it returns: {_name_of(function)}(...)"
@@ -199,7 +199,7 @@ def _name_of(function: Any) -> str:
 
 
 def _names(function: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-    """Return the names of captured tensors in the user's code, else `t0`, `t1`, ..."""
+    """Return the name of each captured tensor in the user's code; `t0`, `t1`, ... if unknown."""
     if not tensors:
         return ()
     name_of = {id(t): "" for t in tensors}
@@ -209,7 +209,7 @@ def _names(function: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
 
 
 def _find_names(function: Any, name_of: dict[int, str], depth: int) -> None:
-    """Fill `name_of` (id of a tensor -> name) from the scope of a function and of its callees."""
+    """Fill `name_of` (id of a tensor -> name) from the scopes of `function` and its callees."""
     if depth == 0:
         return
     for name, value in _scope(function).items():
@@ -225,7 +225,7 @@ def _find_names(function: Any, name_of: dict[int, str], depth: int) -> None:
 
 
 def _scope(function: Any) -> dict[str, Any]:
-    """Collect the values that a function reads by name: cells, globals, defaults, attributes."""
+    """Return the values that a function reads by name: cells, globals, defaults, attributes."""
     scope: dict[str, Any] = {}
     if isinstance(function, functools.partial):
         scope = {**{f"arg{i}": a for i, a in enumerate(function.args)}, **function.keywords}

@@ -1,9 +1,9 @@
-"""Teach Dynamo to trace a call: mods become graphs, and captured values become arguments.
+"""Make Dynamo trace a call: score_mod and mask_mod become graphs, captured values arguments.
 
-Dynamo runs a mod on symbols as it runs any Python function. So it handles closures, attributes of
-modules, functions defined inside the compiled function and numbers of all kinds, with their guards.
-`tracing.tracer.trace` then traces the FX graph that Dynamo returns. This module is imported only
-while Dynamo runs. It uses private parts of Dynamo, those that support FlexAttention.
+Dynamo traces a score_mod or mask_mod like any Python function. So it handles closures, attributes
+of modules, functions defined inside the compiled function and numbers of all kinds, with their
+guards. `tracing.tracer.trace` then traces the FX graph that Dynamo returns. This module is imported
+only while Dynamo runs. It uses the private parts of Dynamo that support FlexAttention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OperatorVariable: Any = _dynamo.OperatorVariable
 
 
 class AttendVariable(_OperatorVariable):  # type: ignore[misc]
-    """Represent `hop.attend` while Dynamo traces a call of it."""
+    """Dynamo variable of `hop.attend`: replaces a call of it by `torch.ops.attnkit.attention`."""
 
     _HOP_NAME = "attnkit.flex_attention"
 
@@ -52,7 +52,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
     def _mod(
         self, tx: Any, query: Any, function: Any, kind: Kind
     ) -> tuple[Traced | None, list[Any]]:
-        """Trace a mod; return its graph, and proxies of its captured tensors by slot."""
+        """Trace a score_mod or mask_mod; return its trace and proxies of its captured tensors."""
         if function.is_python_constant() and function.as_python_constant() is None:
             return None, []
         score = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -87,13 +87,14 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
 
 
 class _Body:
-    """Run the FX graph of a mod on symbols.
+    """Interprets the FX graph of a score_mod or mask_mod on the proxy values of a trace.
 
-    Operations on captured tensors alone are moved out of the mod, into the caller's graph.
+    Operations whose arguments are all captured tensors are moved into the caller's graph.
 
     Args:
-        tx: the state of Dynamo.
-        graph: the FX graph; its placeholders are the mod's arguments, then the captured values.
+        tx: Dynamo's instruction translator.
+        graph: the FX graph. Its placeholders are the arguments of the function, then the captured
+            values.
         captured: proxies of the captured values in the caller's graph.
     """
 
@@ -102,7 +103,7 @@ class _Body:
         self.outer: dict[int, fx.Proxy] = {}  # id of a fake tensor -> proxy in the caller's graph
 
     def run(self, *arguments: Any) -> Any:
-        """Return the mod's value for symbols, passed by position."""
+        """Run the graph on `arguments`, one per argument of the function; return its output."""
         count = len(arguments)
         values: dict[fx.Node, Any] = {}
         symbolic: set[fx.Node] = set()
@@ -127,7 +128,7 @@ class _Body:
         raise AssertionError("a graph has an output")
 
     def _apply(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Apply a node's operation to the values of its arguments."""
+        """Apply the operation of `node` to the values of its arguments; return the result."""
         arguments: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = arguments
         if node.target is _dynamo.mod_index:
@@ -137,7 +138,7 @@ class _Body:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _move_out(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Move a node into the caller's graph and return its proxy; numbers stay numbers."""
+        """Copy `node` into the caller's graph and return its proxy; return numbers unchanged."""
         value = values.get(node)
         if id(value) in self.outer:
             return self.outer[id(value)]
@@ -149,7 +150,7 @@ class _Body:
         return proxy
 
     def proxy(self, t: Tensor) -> fx.Proxy:
-        """Return the proxy of a tensor in the caller's graph; add tables that the trace created."""
+        """Return the proxy of `t` in the caller's graph; add `t` if the trace created it."""
         if id(t) not in self.outer:
             name = self._tx.output.install_global_by_id("attnkit_table", t)
             variable = _dynamo.VariableTracker.build(self._tx, t, _dynamo.GlobalSource(name))
@@ -157,7 +158,7 @@ class _Body:
         return self.outer[id(t)]
 
     def _value(self, proxy: fx.Proxy) -> Any:
-        """Return the value that stands for a captured value in a trace: fake tensor or number."""
+        """Return the example value of a captured value's proxy, a fake tensor or a number."""
         value = proxy.node.meta["example_value"]
         if isinstance(value, torch.SymInt):
             return int(value)  # Dynamo guards on the value
@@ -169,6 +170,6 @@ class _Body:
 
 
 def register() -> bool:
-    """Register how Dynamo traces `hop.attend`; return True, for the caller's constant."""
+    """Register `AttendVariable` for `hop.attend` with Dynamo; return True."""
     _dynamo.operator_variables[attend.__name__] = AttendVariable
     return True

@@ -1,6 +1,6 @@
-"""Define the higher-order operator that represents a call while torch.compile traces it.
+"""Define `attend`, the higher-order operator that torch.compile sees in place of a call.
 
-It takes score_mod and mask_mod as Python functions; `compile.dynamo` traces them.
+It takes score_mod and mask_mod as Python functions, which `compile.dynamo` traces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from attnkit.util.torch_private import HigherOrderOperator
 
 
 class _Attend(HigherOrderOperator):
-    """Represents a call as a higher-order operator, with functions among its arguments."""
+    """Higher-order operator of a call, whose arguments include score_mod and mask_mod."""
 
     def __init__(self) -> None:
         super().__init__("attnkit_attention")  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the call outside of a graph, after a graph break."""
+        """Run the call eagerly, which happens outside of a graph, after a graph break."""
         return torch.compiler.disable(attend_eagerly)(*arguments)
 
 
@@ -38,13 +38,16 @@ def attend_eagerly(
     scale: float | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Trace the functions and call the operator that carries their graphs.
+    """Trace the functions and call `torch.ops.attnkit.attention` with their graphs.
 
     Args:
         query, key, value, scale: as in `flex_attention`.
         score_mod, mask_mod: functions, or None.
-        lists, sizes: block lists and sizes; `op.Request.kind` says which.
-        options: the other fields of `op.Request`.
+        lists, sizes: block lists and sizes of the mask, see `op.Request.kind`.
+        options: the other fields of `op.Request`, from `kind` on.
+
+    Returns:
+        Output, LSE, row maxima and digest of the captured data.
     """
     score = None if score_mod is None else trace_cached(score_mod, "score", query.device)
     mask = None if mask_mod is None else trace_cached(mask_mod, "mask", query.device)

@@ -1,8 +1,8 @@
-"""Define `torch.ops.attnkit.attention`, the operator that a call becomes inside torch.compile.
+"""Define `torch.ops.attnkit.attention`, the operator of a call inside torch.compile.
 
-At compile time tensors have no data and lengths may be symbols, so tiles cannot be classified and
-indices cannot be proven. The operator carries the graphs as text. It prepares the call when it
-runs, or finds it in the call cache. One compiled program serves every sequence length.
+At compile time, tensors have no data and lengths may be symbolic, so tiles cannot be classified and
+indices cannot be checked. The operator takes the graphs as text. When it runs, it prepares the call
+or looks it up in the call cache. One compiled program serves all sequence lengths.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ATTENTION_BACKWARD = (
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
-# needs_exact_strides: strides decide whether TMA can read a tensor. cudagraph_unsafe: a CUDA graph
-# that torch.compile captures would replay with tiles that may be stale.
+# needs_exact_strides: the strides of a tensor decide whether TMA can read it. cudagraph_unsafe: a
+# CUDA graph captured by torch.compile would replay with tiles that may be out of date.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 torch.library.define("attnkit::attention", ATTENTION, tags=_TAGS)
 torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TAGS)
@@ -55,18 +55,19 @@ torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TA
 
 @dataclass(frozen=True)
 class Request:
-    """Describes what is known of a call at compile time.
+    """Holds the properties of a call that are known at compile time.
 
     Attributes:
-        score, mask: text of the graphs, "" where there is none.
-        score_names, mask_names: names of their captured tensors.
-        kind: what the mask is, and so which `sizes` and `lists` there are: "plain" (a function),
-            "block" (a `BlockMask`) or "flex" (PyTorch's).
-        block: tile sizes that the caller gave, empty where none.
+        score, mask: text of the graphs; "" without the function.
+        score_names, mask_names: names of the captured tensors.
+        kind: type of the mask, which determines the operator arguments `sizes` and `lists`: "plain"
+            (a function), "block" (a `BlockMask`) or "flex" (PyTorch's BlockMask).
+        block: tile sizes that the caller passed; () if none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
-        need_max: whether the row maxima are returned.
+        need_max: whether to return the row maxima.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
-            disk under a key that contains this text, so an old graph is not taken for a new one.
+            disk under a key that contains the text of the request, so a graph of another version is
+            never used.
     """
 
     score: str = ""
@@ -83,18 +84,18 @@ class Request:
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
-        """Return the tile sizes as options of `flex_attention`, or None if none were given."""
+        """Return `block` as `kernel_options` of `flex_attention`; None if it is empty."""
         return dict(zip(BLOCK_OPTIONS, self.block, strict=True)) if self.block else None
 
     @functools.cached_property
     def text(self) -> str:
-        """Return the request as text, which an operator can take; `parse` reads it back."""
+        """Return the request as JSON text for the operator; `parse` is the inverse."""
         return json.dumps(asdict(self))
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def parse(text: str) -> Request:
-        """Parse the `text` of a request."""
+        """Build a request from its `text`."""
         fields: dict[str, Any] = json.loads(text)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -105,12 +106,12 @@ class Request:
     def variant(
         self, tensors: OperatorTensors, sizes: Sequence[int], device: torch.device
     ) -> TracedVariant:
-        """Join the graphs with their captured tensors and block lists.
+        """Build the `TracedVariant` from the graphs, the captured tensors and the block lists.
 
         Args:
-            tensors: arguments of the operator.
-            sizes: sizes of the mask; `kind` says which.
-            device: where the query lives.
+            tensors: tensor arguments of the operator.
+            sizes: sizes of the mask, whose meaning depends on `kind`.
+            device: device of the query.
         """
         score = mask = None
         if self.score:
@@ -141,7 +142,7 @@ def _graph_is_known(*_: Any) -> Any:
 
 
 def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    """Build PyTorch's BlockMask from block lists; sizes: BLOCK_SIZE, then lengths."""
+    """Build PyTorch's BlockMask from block lists; `sizes` is (*BLOCK_SIZE, *seq_lengths)."""
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
     partial, full = lists[:2], lists[2:] or (None, None)
@@ -167,7 +168,7 @@ class OperatorTensors:
     Attributes:
         query, key, value: as in `flex_attention`.
         captured: tensors that the graphs capture.
-        lists: block lists of PyTorch's BlockMask, empty for another mask.
+        lists: block lists of PyTorch's BlockMask; empty for another mask.
     """
 
     query: Tensor
@@ -180,7 +181,7 @@ class OperatorTensors:
 def _prepared(
     request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
 ) -> tuple[PreparedCall, ForwardInputs]:
-    """Prepare a call, or look up the prepared call of an earlier one with the same key."""
+    """Look up or prepare the call of an operator; return it and the inputs to run it with."""
     raise_if_stale()
     query, key, value = tensors.query, tensors.key, tensors.value
     scores, masks = (tuple(part) for part in tensors.captured)
@@ -335,7 +336,7 @@ def _gradient(
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
     none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
-    # torch wants an empty list as the gradient of an empty list, even one of numbers
+    # torch expects an empty list as the gradient of an empty list, even of a list of numbers
     dsizes: list[None] | None = None if sizes else []
     return dquery, dkey, dvalue, dcaptured, *none, dsizes, None, None
 
@@ -354,7 +355,7 @@ def request_of(
     deterministic: bool,
     need_max: bool,
 ) -> Request:
-    """Build the request of a call from its traced functions; the other arguments are its fields."""
+    """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
         "" if score is None else ir.text(score.root),
         "" if mask is None else ir.text(mask.root),

@@ -1,4 +1,4 @@
-"""Run calls whose tensors have no data: in torch.compile, on the meta device, in a FakeTensorMode."""
+"""Run calls on tensors without data: in torch.compile, on the meta device, in FakeTensorMode."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from attnkit.util.torch_private import is_fake, mark_constant
 
 
 def _known_to_dynamo() -> bool:
-    """Register with Dynamo how to trace `attend`; return whether that worked.
+    """Register with Dynamo how to trace `attend`; return whether the registration succeeded.
 
-    If not, Dynamo breaks the graph at the call.
+    If it fails, Dynamo breaks the graph at the call.
     """
     try:
         from attnkit.runtime.compile import dynamo  # takes a second to import
-    except ImportError:  # private parts of Dynamo that this version of torch has elsewhere
+    except ImportError:  # this version of torch lacks a private part of Dynamo or has it elsewhere
         return False
     return dynamo.register()
 
@@ -36,13 +36,13 @@ mark_constant(_known_to_dynamo)
 
 
 def run_compiled(call: AttentionCall) -> Any:
-    """Run a call inside torch.compile: it becomes one operator."""
+    """Add a call to the graph of torch.compile as one operator; return its symbolic results."""
     _known_to_dynamo()
     return _call_operator(attend, call)
 
 
 def run_without_data(call: AttentionCall) -> Any:
-    """Check a call of tensors without data, and return results without data."""
+    """Validate a call on tensors without data; return results without data."""
     call.check()
     parse_backend(call.backend)
     check_functions(call.score_mod, call.block_mask)
@@ -50,12 +50,12 @@ def run_without_data(call: AttentionCall) -> Any:
 
 
 def has_no_data(query: Any) -> bool:
-    """Return whether a tensor has no data: on the meta device, or of a `FakeTensorMode`."""
+    """Return whether `query` is a meta tensor or a fake tensor, which have no data."""
     return isinstance(query, Tensor) and (query.is_meta or is_fake(query))
 
 
 def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
-    """Pass a call to an operator that prepares it when it runs."""
+    """Call `operator` with the arguments of `call`; return the results in the requested form."""
     aux = check_aux(call.return_lse, call.return_aux)
     block, _ = check_options(call.kernel_options, BLOCK)
     query, score_mod = call.query, call.score_mod
@@ -97,7 +97,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
 
 
 def _parts(mask: Any) -> tuple[Any, str, tuple[Tensor, ...], tuple[int, ...]]:
-    """Split a mask into its function, kind, block lists and sizes (see `op.Request.kind`)."""
+    """Return the mask_mod, kind, block lists and sizes of a mask (see `op.Request.kind`)."""
     if isinstance(mask, BlockMask):
         return mask.mask_mod, "block", (), (*mask.shape, *mask.BLOCK_SIZE)
     if hasattr(mask, "kv_num_blocks"):
@@ -109,5 +109,5 @@ def _parts(mask: Any) -> tuple[Any, str, tuple[Tensor, ...], tuple[int, ...]]:
 
 
 def _as_tensor(x: Any, like: Tensor) -> Any:
-    """Convert a bool that a function returned to a tensor: FX graphs return tensors only."""
+    """Convert a Python bool `x` to a tensor, because FX graphs can return only tensors."""
     return torch.full_like(like, x, dtype=torch.bool) if isinstance(x, bool) else x

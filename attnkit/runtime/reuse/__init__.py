@@ -1,9 +1,8 @@
-"""Find the prepared call of an earlier call, and run it again.
+"""Reuse the prepared call of an earlier call with the same functions, shapes and options.
 
-In: a call. Out: its result, by the fast path; or the prepared call of an earlier one with the same
-functions, shapes and options; or a miss. `fast_path` compares functions by identity, `call_cache`
-also by fingerprint; `backward` is the fast path of the backward. Imported by `runtime.api` and
-`runtime.compile`.
+In: a call. Out: its result, from the fast path; or the prepared call of an earlier call; or None.
+`fast_path` compares functions by identity, `call_cache` also by fingerprint. `backward` is the fast
+path of the backward. `runtime.api` and `runtime.compile` import this package.
 """
 
 from attnkit.runtime.reuse.call_cache import CallKey, key_of, lookup, store

@@ -1,4 +1,4 @@
-"""Run repeated backwards by a fast path: check guards, then relaunch.
+"""Fast path of repeated backwards: check guards, then relaunch the kernels.
 
 One tensor guard of torch compares all tensors at once, as in `fast_path`.
 """
@@ -28,16 +28,16 @@ _ShapeAndDtype: TypeAlias = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Entry:
-    """Describes a backward that has run.
+    """Describes a backward that has run and can be relaunched.
 
     Attributes:
-        guard: tells whether tensors are like those of this backward.
+        guard: function that returns whether tensors have the same geometry as in this backward.
         scale, needs_grad: arguments of this backward.
         with_lse: whether the LSE had a gradient.
-        relaunch: runs it for other tensors.
-        count: number of tensors of this backward.
-        captured: shape and dtype of each gradient of the score's tensors, None where none is
-            needed.
+        relaunch: function that relaunches the backward on other tensors.
+        count: number of tensors that `guard` and `relaunch` take.
+        captured: for each tensor that the score captures, the shape and dtype of its gradient, or
+            None if the gradient is not needed.
     """
 
     guard: Callable[..., bool]
@@ -50,7 +50,11 @@ class _Entry:
 
 
 class BackwardReuse:
-    """Relaunch the backwards of one prepared call."""
+    """Fast path of the backwards of one prepared call; implements `BackwardCache`.
+
+    Attributes:
+        entries: backwards that can be relaunched.
+    """
 
     def __init__(self) -> None:
         self.entries: Entries[_Entry] = Entries()
@@ -63,13 +67,14 @@ class BackwardReuse:
         scale: float,
         needs_grad: list[bool],
     ) -> tuple[Tensor | None, ...] | None:
-        """Relaunch an earlier backward of this kind; return None if there is none.
+        """Compute gradients by relaunching an earlier backward; return None if no entry fits.
 
         Args:
-            grad_out, grad_lse: gradients of the output and of the LSE; None for none.
+            grad_out: gradient of the output.
+            grad_lse: gradient of the LSE, or None.
             saved: query, key, value, output, LSE, and the tensors that score and mask capture.
             scale: softmax scale.
-            needs_grad: whether the gradient is needed, for each tensor that the score captures.
+            needs_grad: for each tensor that the score captures, whether its gradient is needed.
 
         Returns:
             The gradients of query, key, value and the score's tensors.
@@ -95,12 +100,12 @@ class BackwardReuse:
         saved: Sequence[Tensor],
         find_relaunch: Callable[[], BackwardRelaunch | None],
     ) -> None:
-        """Store how to relaunch a backward that has run; none of its tensors is intercepted.
+        """Store an entry for a backward that has run, so that `try_fast_path` can relaunch it.
 
         Args:
-            inputs: its tensors.
+            inputs: tensors of the backward, none of them intercepted by a mode or a subclass.
             saved: tensors of the forward, as in `try_fast_path`.
-            find_relaunch: returns the relaunch, None if there is none.
+            find_relaunch: function that returns the relaunch function, or None.
         """
         if not self.entries.may_learn():
             return
@@ -119,7 +124,7 @@ class BackwardReuse:
 
 
 def _in_order(grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in the order that a `BackwardRelaunch` takes."""
+    """Return the tensors of a backward in the order in which a `BackwardRelaunch` takes them."""
     query, key, value, out, lse, *captured = saved
     tensors = [query, key, value, out, grad_out, lse, *captured]
     if grad_lse is not None:
@@ -130,7 +135,7 @@ def _in_order(grad_out: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 def _shaped(
     gradients: list[Tensor], captured: Sequence[_ShapeAndDtype | None]
 ) -> tuple[Tensor | None, ...]:
-    """Reshape and cast the gradients of the score's tensors; insert None where none is needed."""
+    """Reshape and cast the gradients of captured tensors; insert None for gradients not needed."""
     if not captured:
         return tuple(gradients)
     result: list[Tensor | None] = [*gradients[:3]]

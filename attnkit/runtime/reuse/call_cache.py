@@ -1,9 +1,9 @@
-"""Cache prepared calls, so that a call with the same key needs no preparation.
+"""Cache prepared calls, so that a call with a known key needs no preparation.
 
 The key contains the graphs of the functions (looked up by identity, else by fingerprint), the
-shapes, strides, dtypes and devices of the tensors, the options, and the identities of all tensors
-on whose data tiles or proofs of indices depend. The guard of a prepared call tells whether that data
-was edited. A call without a key is prepared each time.
+shapes, strides, dtypes and devices of the tensors, the options, and the ids of all tensors on whose
+data tiles or bounds proofs depend. The guard of a prepared call detects edits of that data. A call
+without a key is prepared each time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ caches.register(_entries.clear)
 
 @dataclass(eq=False, slots=True)  # frozen would take a microsecond more at every call
 class CallKey:
-    """Identifies calls that may share a prepared call, and holds the tensors that they read.
+    """Holds the cache key of a call, and the captured tensors of the call.
 
     Attributes:
-        key: equal for calls that may share a prepared call, as long as its guard reports no edit.
-        score, mask: the traces of the functions, None where there is no function.
+        key: hashable key. Calls with equal keys may share a prepared call as long as its guard
+            reports no edit of data.
+        score, mask: the traces of score_mod and mask_mod; None without the function.
         captured: the captured tensors.
-        data: the tensors on whose data tiles or proofs depend, in the order of
+        data: the tensors on whose data tiles or bounds proofs depend, in the order of
             `TracedVariant.data_guard`.
-        by_identity: whether the functions are the objects of an earlier call, not new ones with a
-            known fingerprint.
+        by_identity: whether both traces were found by the identity of the functions, not by
+            fingerprint.
     """
 
     key: Hashable
@@ -61,7 +62,7 @@ class CallKey:
     by_identity: bool = False
 
     def fits(self, prepared: PreparedCall, captured: Captured) -> bool:
-        """Return whether a prepared call has the graphs and the captured tensors of this key."""
+        """Return whether `prepared` and `captured` have the same graphs and tensors as this key."""
         program = prepared.kernel_call.program
         return _is_trace_of(self.score, program.score, ir.arg("score")) and (
             _is_trace_of(self.mask, program.mask, TRUE)
@@ -71,7 +72,7 @@ class CallKey:
 
 
 def _is_trace_of(record: TraceRecord | None, root: Node | None, identity: Node) -> bool:
-    """Return whether a record is the trace of a graph; None stands for the graph `identity`."""
+    """Return whether `root` is the graph of `record`; None stands for the graph `identity`."""
     return (identity if record is None else record.root) is (identity if root is None else root)
 
 
@@ -80,7 +81,7 @@ def _are_identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def lookup(key: CallKey | None) -> PreparedCall | None:
-    """Return the prepared call of a key; None if there is none, or if data was edited since."""
+    """Return the prepared call of a key; None if there is none or its data has been edited."""
     prepared = None if key is None else _entries.get(key.key)
     if key is None or prepared is None or not prepared.guard.holds(key.data):
         return None
@@ -96,10 +97,10 @@ def store(key: CallKey, prepared: PreparedCall) -> None:
 
 
 def key_of(call: AttentionCall) -> CallKey | None:
-    """Build the key of a call; return None if it must first be traced or checked.
+    """Build the cache key of a call; return None if the call must first be traced or checked.
 
     Args:
-        call: unchecked arguments.
+        call: arguments of the call, unchecked.
     """
     query, key, value = call.query, call.key, call.value
     if query.__class__ not in PLAIN or key.__class__ not in PLAIN or value.__class__ not in PLAIN:
@@ -154,7 +155,7 @@ def key_of(call: AttentionCall) -> CallKey | None:
 def _lookup_function(
     function: Any, kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...], bool] | None:
-    """Look up the trace of a function, its captured tensors, and whether identity sufficed."""
+    """Look up a trace; return (record, captured tensors, whether found by identity), or None."""
     known = lookup_by_identity(function, kind, device)
     if known is not None:
         return *known, True
@@ -163,9 +164,9 @@ def _lookup_function(
 
 
 def _options(call: AttentionCall) -> Hashable | None:
-    """Return the options that a prepared call depends on; None if one must be checked first.
+    """Return the options that a prepared call depends on; None if an option must be checked first.
 
-    Of the scale only the sign counts.
+    A prepared call depends only on the sign of the scale.
     """
     scale = call.scale
     if scale is None:

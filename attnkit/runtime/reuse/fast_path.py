@@ -1,11 +1,11 @@
-"""Run repeated calls by a fast path: check guards, then relaunch.
+"""Fast path of repeated calls: check guards, then relaunch the kernels.
 
 `call_cache` builds a key for every call, which takes longer. Here guards decide whether a call may
-use the result of preparing an earlier one. A tensor guard of torch compares all tensors at once
+use the prepared call of an earlier one. A tensor guard of torch compares all tensors at once
 (class, dtype, device, shape, strides, requires_grad, and the dispatch keys of modes, transforms and
-autocast). A function guard tells whether the functions have changed. The states of tensors tell
-whether data that the tiles depend on has changed. A miss costs a microsecond. If torch has no tensor
-guards, no call is stored.
+autocast). A function guard detects changes of the functions. The states of tensors detect changes
+of data on which the tiles depend. A miss costs a microsecond. If torch has no tensor guards, no
+call is stored.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from attnkit.util.torch_private import (
     tensor_guard,
 )
 
-# Tensors that the score captures, that the mask captures, and block lists.
+# Tensors that the score captures, tensors that the mask captures, block lists.
 _Captured: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
-# Identities of score_mod and block_mask, numbers of elements of query and key.
+# Ids of score_mod and block_mask, numbers of elements of query and key.
 _BucketKey: TypeAlias = tuple[int, int, int, int]
 
 _BUCKETS = 512
-_LARGEST = 3e38  # largest scale, as it is float32 in a kernel
+_LARGEST = 3e38  # bound on the scale, which is float32 in a kernel
 _NOTHING: _Captured = ((), (), ())
 _lock = threading.Lock()
 
@@ -61,19 +61,21 @@ def _no_tensors() -> tuple[Tensor, ...]:
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """Describes a call that has run.
+    """Describes a call that has run and can be repeated.
 
     Attributes:
-        guard: tells whether tensors (query, key, value, then the captured ones) are like those of
-            the call.
+        guard: function that returns whether tensors (query, key, value, captured tensors) have the
+            same geometry as those of the call.
         enable_gqa, backend, deterministic: options of the call.
-        ordered, recording: whether torch had deterministic algorithms, and gradients, enabled.
-        data: position and state of each captured tensor or block list on whose data tiles or
+        ordered: whether torch's deterministic algorithms were enabled.
+        recording: whether torch's grad mode was enabled.
+        data: (position, state) of each captured tensor or block list on whose data tiles or bounds
             proofs depend.
         default_scale: the scale if the caller passes None.
-        prepared: runs the call.
-        relaunch: runs it faster; None if there is no relaunch.
-        recorded: whether autograd recorded it.
+        prepared: the prepared call.
+        relaunch: function that relaunches the kernels of the call, which is faster; None if a
+            relaunch is impossible.
+        recorded: whether autograd recorded the call.
     """
 
     guard: Callable[..., bool]
@@ -90,7 +92,7 @@ class _Entry:
 
 
 class _BlockLists:
-    """Compares by identity the fields of a BlockMask that a prepared call depends on."""
+    """Guard of a BlockMask: compares the fields that a prepared call depends on by identity."""
 
     def __init__(self, mask: Any) -> None:
         names = ["mask_mod", "shape", "seq_lengths", "device"]
@@ -107,7 +109,7 @@ class _BlockLists:
         self.fields = [(name, getattr(mask, name)) for name in names[1:]]
 
     def read(self, mask: Any) -> list[Tensor] | None:
-        """Return the tensors of the BlockMask; None if a field holds another object now."""
+        """Return the block lists of a BlockMask; None if a field now holds another object."""
         if mask.mask_mod is not self.function():
             return None
         for name, value in self.fields:
@@ -121,7 +123,7 @@ class _BlockLists:
 
 
 class _Bucket:
-    """Holds the entries of calls with the same functions and the same numbers of elements."""
+    """Holds the entries of calls with the same `_BucketKey`, and guards of their functions."""
 
     __slots__ = ("capturing", "entries", "lists", "mask", "owners", "score")
 
@@ -139,7 +141,7 @@ class _Bucket:
         self.entries: Entries[_Entry] = Entries()
 
     def captured(self, score_mod: Any, block_mask: Any) -> _Captured | None:
-        """Return what the functions capture, and the block lists; None if any has changed."""
+        """Return the captured tensors and the block lists; None if a function has changed."""
         first, second = self.owners
         if (first is not None and first() is not score_mod) or (
             second is not None and second() is not block_mask
@@ -173,14 +175,14 @@ def try_fast_path(
     backend: Any,
     deterministic: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Relaunch an earlier call for these tensors: out, or out and LSE; None if guards fail.
+    """Run a call by relaunching an earlier one: return out or (out, LSE), None if a guard fails.
 
-    The arguments are listed here again because building an `AttentionCall` takes a tenth of the
-    host time of this path.
+    The function takes the arguments one by one, because building an `AttentionCall` would take a
+    tenth of the host time of this path.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
-            deterministic: as in `flex_attention`, but unchecked; its other arguments are None.
+            deterministic: unchecked arguments of `flex_attention`, whose other arguments are None.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -234,7 +236,7 @@ def try_fast_path(
 
 
 def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
-    """Return whether data that the tiles or the proofs of a call depend on has changed."""
+    """Return whether data on which the tiles or the bounds proofs of a call depend has changed."""
     for place, state in entry.data:
         if not state.holds(tensors[place]):
             return True
@@ -242,11 +244,11 @@ def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
 
 
 def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
-    """Store a call that has run, for `try_fast_path`.
+    """Store an entry for a call that has run, so that `try_fast_path` can repeat it.
 
     Args:
-        call: its arguments; kernel_options and return_aux are None, and the scale is positive.
-        key: its key.
+        call: arguments of the call, with `return_aux` None and a positive scale.
+        key: key of the call.
         prepared: the prepared call that ran it.
     """
     if not key.by_identity or prepared.attention is None or prepared.is_dense:
@@ -292,7 +294,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
 def _new_bucket(
     bucket_key: _BucketKey, score_mod: Any, block_mask: Any, device: torch.device
 ) -> _Bucket | None:
-    """Create a bucket; return None for functions that have no guard."""
+    """Create and register a bucket; return None if a function has no identity guard."""
     lists, function = None, block_mask
     if block_mask.__class__ is BlockMask or is_flex(block_mask):
         lists, function = _BlockLists(block_mask), block_mask.mask_mod

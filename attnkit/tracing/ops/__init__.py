@@ -1,8 +1,8 @@
-"""Define what the torch functions that a mod or mask may call mean in a trace.
+"""Define the handlers of the torch functions that a score_mod or a mask_mod may call.
 
-In: the arguments of a torch call, with `Value`s among them. Out: the `Value` of the result, with
-PyTorch's meaning. One module per group of functions; importing this folder registers every handler.
-Imported by `tracer` alone.
+A handler takes the arguments of a torch call, at least one of them a `Value`, and returns the
+`Value` of the result, with the semantics of PyTorch. Each module handles one group of functions.
+Importing this package registers all handlers. Only `tracer` imports it.
 """
 
 from attnkit.tracing.ops import arith, index, math, search, shape

@@ -1,6 +1,6 @@
 """Handle torch's arithmetic, bit operations, comparisons and selections in a trace.
 
-A handler takes the tracer and the arguments of the torch call, and returns a Value.
+A handler takes the tracer and the arguments of the torch call. It returns a Value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _floor_divide(tracer: Tracer, a: Any, b: Any) -> Value:
 
 
 def _half_floor_divide(tracer: Tracer, a: Value, b: Value) -> Value:
-    """Divide as `c10::div_floor_floating`, every step of which rounds to 16 bits."""
+    """Floor-divide 16-bit floats as `c10::div_floor_floating`, rounding to 16 bits at each step."""
     add, subtract = binary("add"), binary("sub")
     remainder = _fmod(tracer, a, b)
     quotient = _div(tracer, subtract(tracer, a, remainder), b)
@@ -74,7 +74,7 @@ def _remainder(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, lambda x, y: _integer_divide("mod", x, y), a, b)
 
 
-# Powers that torch computes by other functions, which differ at -inf.
+# Exponents for which torch calls another function than pow; the results differ at -inf.
 _ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
 
 
@@ -211,7 +211,7 @@ def _fmod(tracer: Tracer, a: Any, b: Any) -> Value:
 
 
 def _size(x: Node) -> Node:
-    """Return |x| with derivative 1 at 0, where that of `abs` is 0."""
+    """Build the node of |x| whose derivative at 0 is 1, while that of `abs` is 0."""
     x = cast(x, F32)
     return build("where", build("lt", x, const(0.0)), build("neg", x), x)
 

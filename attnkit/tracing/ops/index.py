@@ -1,4 +1,4 @@
-"""Index traced values as torch does: by integers, slices, None, ... and index tensors.
+"""Index traced values with the semantics of torch: integers, slices, None, ... and index tensors.
 
 Only integer index tensors of rank 0, or with one common broadcast shape, are supported. A Python
 integer next to an index tensor counts as an index tensor, as in torch.
@@ -19,7 +19,7 @@ from attnkit.util.torch_private import DisableTorchFunction
 
 
 def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
-    """Return `source[at]`; the result keeps `origin` if only constants index a captured tensor."""
+    """Return `source[at]` as a Value. Indexing by constants alone preserves `origin`."""
     items = _expand(source, at)
     if source.part and not all(_same_in_whole(tracer, i, source.part) for i in items):
         if source.origin is None:
@@ -28,8 +28,8 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
                 "index the part first, or the whole tensor"
             )
         source = tracer.capture_view(source.origin)
-    picks: list[Any] = []  # per dimension of the source: a Value, or (slice start, step, size)
-    layout: list[Any] = []  # per dimension of the result so far: None, "index", or the source dim
+    picks: list[Any] = []  # for each dimension of the source: a Value, or (slice start, step, size)
+    layout: list[Any] = []  # for each item of the index: None, "index", or the dim of a slice
     dim = 0
     for item in items:
         if item is None:
@@ -47,10 +47,11 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
 
 
 def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:
-    """Return whether an index selects the same elements in a part of a tensor as in the whole.
+    """Return whether an index into a part may be replaced by an index into the whole tensor.
 
-    An index that is never negative does if the part reaches the end of the tensor, because an index
-    beyond the part is then also beyond the tensor.
+    Both must select the same elements, and be out of bounds in the same cases. Constants and slices
+    qualify. An index that is never negative qualifies if the part reaches the end of the tensor,
+    because an index beyond the part is then also beyond the tensor.
     """
     if item is None or isinstance(item, slice):
         return True
@@ -61,7 +62,7 @@ def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:
 
 
 def never_negative(n: Node) -> bool:
-    """Return whether the operations of an integer expression show that it is at least 0."""
+    """Return whether an integer expression is provably at least 0, by its operations alone."""
     if n.op == "const":
         return float(n.attr) >= 0  # type: ignore[arg-type]
     if n.op == "arg":
@@ -73,7 +74,7 @@ def never_negative(n: Node) -> bool:
 
 
 def _expand(source: Value, at: tuple[Any, ...]) -> list[Any]:
-    """Replace the ellipsis and missing trailing dimensions by full slices."""
+    """Return the index `at` with the ellipsis and missing trailing dimensions as full slices."""
     used = sum(i is not None and i is not Ellipsis for i in at)
     if used > len(source.sizes):
         raise IndexError(f"too many indices ({used}) for a tensor of shape {source.sizes}")
@@ -104,7 +105,8 @@ def _assemble(
     vectors = [p for p in picks if isinstance(p, Value) and p.sizes]
     common = tuple(broadcast(*(v.sizes for v in vectors)))
     places = [n for n, kind in enumerate(layout) if kind == "index"]
-    # torch keeps the dimensions of adjacent index tensors in place, and moves others to the front
+    # torch keeps the dimensions of adjacent index tensors in place, but moves those of separated
+    # index tensors to the front
     together = places == list(range(places[0], places[-1] + 1)) if places else True
     front = len([k for k in layout[: places[0]] if k != "index"]) if places and together else 0
     kept = [k for k in layout if k != "index"]
@@ -130,7 +132,7 @@ def _assemble(
 
 
 def _part(source: Value, picks: list[Any]) -> Part:
-    """Return how much of a Value the slices cover."""
+    """Return which part of a Value the slices among `picks` cover."""
     cuts = [(p, n) for p, n in zip(picks, source.sizes, strict=True) if not isinstance(p, Value)]
     if all(start == 0 and step == 1 and size == n for (start, step, size), n in cuts):
         return ""

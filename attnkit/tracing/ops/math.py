@@ -1,7 +1,7 @@
-"""Handle torch's functions of one number in a trace: exponentials, activations, rounding.
+"""Handle torch's elementwise math functions in a trace: exponentials, activations, rounding.
 
-Where a function selects between two formulas, the formula that is not selected gets a safe
-argument, so that its derivative does not become inf / inf.
+If a function selects between two formulas, the formula that is not selected gets a safe argument,
+so that its derivative does not become inf / inf.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def _unless_int(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
 
 
 def truncate(x: Node) -> Node:
-    """Round towards zero."""
+    """Build the node of a float `x` rounded towards zero."""
     down = build("floor", x)
     up = build("neg", build("floor", build("neg", x)))
     return build("where", build("lt", x, const(0.0)), up, down)
 
 
 def _round_half_even(x: Node) -> Node:
-    """Round to the nearest integer, halves to the even one; leave infinities unchanged."""
+    """Build the node of `x` rounded to the nearest integer, ties to even; keep infinities."""
     down = build("floor", x)
     fraction = build("sub", x, down)
     even = build("add", down, build("mod", down, const(2.0)))

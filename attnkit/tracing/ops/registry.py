@@ -1,4 +1,4 @@
-"""Register handlers of torch functions, and apply functions of nodes to Values with shapes."""
+"""Register handlers of torch functions, and apply node functions to Values elementwise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from attnkit.util.torch_private import neural_functions
 
 Handler: TypeAlias = Callable[..., Value]
 
-PARTS = ("", "end", "inner")  # in order: the whole tensor first
+PARTS = ("", "end", "inner")  # ordered by coverage, the whole tensor first
 
-# Operations whose last 32 bits depend on the last 32 bits of their arguments alone.
+# Operations for which the low 32 bits of the result depend only on those of the arguments.
 _RING = ("add", "sub", "mul", "xor")
 
 # Arithmetic on two bools is a logical operation in torch.
@@ -30,7 +30,8 @@ def register(*names: Any) -> Callable[[Handler], Handler]:
     """Return a decorator that registers a handler for torch functions.
 
     Args:
-        names: the functions, or their names in every namespace of torch.
+        names: the functions, or names that are looked up in torch, Tensor, torch.nn.functional and
+            other namespaces of torch.
     """
 
     def decorate(handler: Handler) -> Handler:
@@ -55,17 +56,17 @@ def elementwise(
     strict: bool = False,
     wraps: bool = False,
 ) -> Value:
-    """Apply a function of nodes to Values element by element, as torch does.
+    """Apply a node function to Values elementwise, with the broadcasting and dtypes of torch.
 
     The inputs are converted to the dtype in which torch computes with them, and the result to the
     dtype in which torch stores it.
 
     Args:
         tracer: the trace.
-        function: from one node per input to the node of the result.
+        function: function from one node per input to the node of the result.
         inputs: Values, tensors and Python numbers.
         floating: whether integers and bools are first converted to floats.
-        strict: whether torch refuses Python numbers outside of the dtype; else they wrap.
+        strict: whether Python numbers that do not fit into the dtype are an error; else they wrap.
         wraps: whether Python numbers wrap in int32 too, see `Converter.number`.
     """
     values = [tracer.lift(x) for x in inputs]
@@ -79,7 +80,7 @@ def elementwise(
 def as_dtype(
     value: Value, dtype: torch.dtype, *, strict: bool = False, wraps: bool = False
 ) -> Value:
-    """Convert a Value to a dtype; `strict` and `wraps` as in `elementwise`."""
+    """Return a Value converted to `dtype`. See `elementwise` for `strict` and `wraps`."""
     convert, source = value.tracer.converter, value.dtype
     if value.number is not None:
         n = convert.number(value.number, dtype, strict=strict, wraps=wraps)
@@ -98,14 +99,15 @@ def as_dtype(
 def combine(
     tracer: Tracer, function: Callable[..., Node], values: Sequence[Value], dtype: torch.dtype
 ) -> Value:
-    """Apply a function of nodes to Values element by element, broadcasting their shapes.
+    """Apply a node function to Values elementwise, broadcasting their shapes.
 
     Args:
         tracer: the trace.
-        function: from one node per Value to the node of the result.
+        function: function from one node per Value to the node of the result.
         values: the Values, in the dtypes that the function expects.
-        dtype: dtype in which torch computes; the result has it if it is of that kind. A bool result
-            is a bool, an integer of bools is int64, and a float of integers has torch's default.
+        dtype: dtype in which torch computes. The result has this dtype, except that bool results
+            are bool, integer results of bool or float computations are int64, and float results of
+            integer computations have torch's default dtype.
     """
     converter = tracer.converter
 
@@ -134,7 +136,7 @@ def combine(
 
 
 def _dtype_of(n: Node, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of a result that torch computed in `dtype`."""
+    """Return the dtype that torch gives to the result `n` of a computation in `dtype`."""
     if n.type == BOOL:
         return torch.bool
     if n.type == F32:
@@ -143,7 +145,7 @@ def _dtype_of(n: Node, dtype: torch.dtype, default: torch.dtype) -> torch.dtype:
 
 
 def binary_node(op: str) -> Callable[[Node, Node], Node]:
-    """Return the function of nodes of an operation on two Values."""
+    """Return a function that builds the node of `op` from two nodes, a logical one for bools."""
 
     def node(x: Node, y: Node) -> Node:
         bools = x.type == y.type == BOOL
@@ -153,7 +155,7 @@ def binary_node(op: str) -> Callable[[Node, Node], Node]:
 
 
 def binary(op: str) -> Handler:
-    """Return the handler of an operation on two Values, with torch's `alpha`."""
+    """Return the handler of a binary operation `op`, with torch's optional factor `alpha`."""
     node = binary_node(op)
 
     def handler(tracer: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Value:

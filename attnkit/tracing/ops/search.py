@@ -1,7 +1,7 @@
-"""Handle torch's searches in a captured tensor in a trace: isin, bucketize and searchsorted.
+"""Handle torch's search functions in a trace: isin, bucketize and searchsorted.
 
-Each searches one traced number by a reduction over all elements of the tensor. A reduction is
-unrolled, so the tensor must be small.
+Each function compares one traced number with all elements of a captured tensor. The comparison is
+an unrolled reduction, so the tensor must be small.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _searchsorted(
 
 
 def _count_before(tracer: Tracer, what: str, x: Any, where: str, bounds: Any, right: bool) -> Value:
-    """Count the bounds that are less than a number; with `right`, those that are not greater."""
+    """Count the elements of `bounds` below the number `x`, or with `right` those not above `x`."""
     number, edges = _number(tracer, what, x), tracer.lift(bounds)
     if len(edges.sizes) != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Handle torch's conversions, factories, shape changes and reductions in a trace.
+"""Handle torch's dtype conversions, factories, shape changes and reductions in a trace.
 
-A reduction over a small axis is unrolled. So the graph has no loops, and its evaluators need no
-code for reductions.
+A reduction over a small axis is unrolled, so the graph has no loops and its evaluators need no code
+for reductions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _to(tracer: Tracer, a: Any, *args: Any, **kwargs: Any) -> Value:
 def _convert(value: Value, dtype: torch.dtype) -> Value:
     if dtype.is_complex or dtype in _UNSUPPORTED:
         raise TypeError(f"conversion to {dtype} is not supported; use torch.int32 or torch.float32")
-    if dtype in _HALVES and value.dtype != dtype:  # what the user asks for is rounded in scores too
+    if dtype in _HALVES and value.dtype != dtype:  # explicit conversions round in scores too
         values = [as_dtype(value, torch.float64)]
         return combine(value.tracer, lambda n: round_to(n, dtype), values, dtype)
     return as_dtype(value, dtype)
@@ -115,7 +115,7 @@ def _register_factories() -> None:
     )
 
 
-# --- questions that have an answer while tracing -------------------------------------------
+# --- metadata that is known while tracing --------------------------------------------------
 def _size(tracer: Tracer, a: Value, dim: int | None = None) -> torch.Size | int:
     return a.shape if dim is None else a.shape[dim]
 
@@ -186,12 +186,12 @@ def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
 def reduce(
     tracer: Tracer, a: Any, join: Callable[[Node, Node], Node], empty: Node, dim: int | None = None
 ) -> Value:
-    """Reduce a Value along one axis, or along all axes if dim is None.
+    """Reduce a Value along the axis `dim`, or along all axes if `dim` is None.
 
     Args:
         tracer: the trace.
         a: the Value.
-        join: combines two nodes.
+        join: function that combines two nodes to one.
         empty: the result for an axis without elements.
         dim: the axis.
     """
