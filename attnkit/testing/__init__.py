@@ -1,4 +1,4 @@
-"""Test attention variants against dense float64 attention: `check_variant`, hypothesis strategies.
+"""Test attention variants against dense float64 attention, on random calls: `check_variant`.
 
 In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that reproduces a failure.
 The hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
