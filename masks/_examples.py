@@ -60,7 +60,7 @@ class _Draw:
         return (torch.rand(shape, generator=self.generator) < rate).to(self.device)
 
     def order(self, count: int) -> Tensor:
-        """Draw a random permutation of 0 .. count - 1, int64 [count]."""
+        """Draw a random permutation of the ints below `count`, int64 [count]."""
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def lengths(self, total: int, parts: int) -> Tensor:

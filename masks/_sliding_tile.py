@@ -79,6 +79,6 @@ def sliding_tile(
 
 
 def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:
-    """Return whether tile `column` is in the window of tile `row`, along an axis with `tiles`."""
+    """Return whether tile `column` is in the window of tile `row`, on an axis of `tiles` tiles."""
     distance = row.clamp(reach, tiles - 1 - reach) - column
     return (distance <= reach) & (distance >= -reach)

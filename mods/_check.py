@@ -104,7 +104,7 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
 
 
 def odd(name: str, value: Tensor, axis: int, shapes: str) -> int:
-    """Check that `axis`, which holds the distances -n .. n, has an odd size and return the size."""
+    """Check that `axis`, which holds distances from -n to n, has an odd size; return the size."""
     size = value.shape[axis]
     if size % 2 == 0:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")

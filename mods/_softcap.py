@@ -10,7 +10,7 @@ from attnkit.mods._check import number
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Build a score_mod `cap * tanh(score / cap)`, which limits scores to `-cap .. cap`.
+    """Build a score_mod `cap * tanh(score / cap)`, which keeps scores within (-cap, cap).
 
     It is applied after `scale`, as in FlashAttention's `softcap` and Gemma 2's
     `attn_logit_softcapping`.

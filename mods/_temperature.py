@@ -12,7 +12,7 @@ from attnkit.mods._check import extent, int_tensor, shape_text, table, whole
 
 
 def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
-    """Build a score_mod that scales a row with n keys by `max(1, log(n) / log(trained))`.
+    """Build a score_mod that scales scores in a row of n keys by `max(1, log(n) / log(trained))`.
 
     Qwen's `use_logn_attn` is `log_length(seq_length)`. Queries that follow a cache of c keys need
     `.shift(q=c)`, so that row q has `q + c + 1` keys.
@@ -58,7 +58,7 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
 
 
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
-    """Build a score_mod that scales a row with n keys by `scale[h] * log(n)`.
+    """Build a score_mod that scales scores in a row of n keys by `scale[h] * log(n)`.
 
     The factor keeps attention focused on few keys if n is large. Queries that follow a cache of c
     keys need `.shift(q=c)`, so that row q has `q + c + 1` keys.

@@ -50,7 +50,7 @@ class DenseCall:
 
 
 def captured_leaves(score: Traced | None) -> Captured:
-    """Return the leaf tensors from which autograd computed the captured tensors of `score`."""
+    """Return the leaf tensors that get gradients through the captured tensors of `score`."""
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, t in zip(score.names, score.tensors, strict=True) if score is not None else ():
         leaves = _leaves(t)
