@@ -1,4 +1,4 @@
-"""attnkit: custom attention from two small Python functions, exact, sparse and differentiable.
+"""attnkit: exact, block-sparse, differentiable attention from a `score_mod` and a `mask_mod`.
 
 >>> import torch, attnkit
 >>> from attnkit.masks import causal, sliding_window
@@ -81,7 +81,7 @@ __all__ = [
     "trust_version_counters",
 ]
 
-# Imported at first access, because a call of `flex_attention` does not need them.
+# Imported at first access, because `flex_attention` does not need these modules.
 _LAZY = {
     "Explanation": "attnkit.inspection.explain",
     "explain": "attnkit.inspection.explain",
@@ -95,7 +95,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a lazy attribute at its first access."""
+    """Import the attribute `name` of `_LAZY` at its first access and return it."""
     if name not in _LAZY:
         raise AttributeError(f"module 'attnkit' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
@@ -105,5 +105,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, lazy ones included."""
+    """Return the names defined in the module, including those that are imported lazily."""
     return sorted({*globals(), *_LAZY})

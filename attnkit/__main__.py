@@ -1,4 +1,4 @@
-"""`python -m attnkit`."""
+"""Run the command line: `python -m attnkit`."""
 
 from attnkit.cli import main
 

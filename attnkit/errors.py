@@ -1,7 +1,7 @@
-"""Define every error that attnkit raises on purpose.
+"""Define the exception classes that attnkit raises.
 
-Each class also derives from the builtin that a Python user would expect, so `except TypeError`
-keeps working. A message names the argument, its value, what was expected and what to do.
+Each class also derives from the matching builtin exception, so `except TypeError` keeps working.
+A message names the argument, its value, the expected value and what to do.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class DTypeError(AttnkitError, TypeError):
 
 
 class DeviceError(AttnkitError, ValueError):
-    """Raised when a tensor is on another device than the query."""
+    """Raised when tensors are on different devices, or when a named device does not exist."""
 
 
 class OptionError(AttnkitError, ValueError):
-    """Raised when an option is unknown, or its value is not allowed."""
+    """Raised when an option is unknown or its value is not allowed."""
 
 
 class ArgumentError(AttnkitError, TypeError):
@@ -40,15 +40,15 @@ class BoundsError(AttnkitError, IndexError):
 
 
 class UnsupportedError(AttnkitError, NotImplementedError):
-    """Raised when a request is valid, but no backend can run it here."""
+    """Raised when a request is valid but no backend on this machine supports it."""
 
 
 class LaunchError(AttnkitError, RuntimeError):
-    """Raised when CUDA or the linker refuses a compiled kernel."""
+    """Raised when a compiled kernel fails to link, load or launch."""
 
 
 class StaleDataError(AttnkitError, RuntimeError):
     """Raised when captured data was changed in a way that torch's version counter does not see.
 
-    A result of an earlier call may be wrong: the one that ran first after the write.
+    The result of the first call after that write may be wrong.
     """

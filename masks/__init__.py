@@ -1,7 +1,7 @@
-"""Build masks from the literature by name; combine them with `&`, `|`, `^` and `~`.
+"""Build attention masks from the literature; combine masks with `&`, `|`, `^` and `~`.
 
-Each function returns a `Mask`. `examples()` returns instances of all, for tests and benchmarks.
-This room uses the public API alone, as a user would.
+Each function returns a `Mask`. `examples()` returns instances of all masks, for tests and
+benchmarks. This package uses only the public API, as a user would.
 """
 
 from __future__ import annotations

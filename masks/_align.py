@@ -1,4 +1,4 @@
-"""Align the queries of a causal mask or a window with the keys."""
+"""Alignment of query positions with key positions in causal masks and windows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Alignment(NamedTuple):
-    """Holds an alignment, as functions for a mask_mod to call.
+    """Describes how queries are aligned with keys, as functions that a mask_mod calls.
 
     Attributes:
-        position: (b, q) -> the key position of the query.
-        exists: (b, kv) -> whether the key exists.
+        position: function (b, q) -> key position at which the query is placed.
+        exists: function (b, kv) -> whether the key is within the kv length.
         padded: whether `exists` is False for some keys.
-        lengths: the (query, kv) lengths that it fits; None for any.
-        arguments: the arguments as text, for a label.
-        axes: the table of kv lengths, if there is one.
+        lengths: the (query, kv) lengths that the alignment requires; None for any length.
+        arguments: the alignment arguments as text, for the label of a mask.
+        axes: declares the table of kv lengths if `kv_len` is a tensor; else empty.
     """
 
     position: Index
@@ -35,7 +35,7 @@ class Alignment(NamedTuple):
 
 
 def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Alignment:
-    """Check the alignment arguments of a mask, and return the alignment.
+    """Check the alignment arguments of a mask and return them as an `Alignment`.
 
     Args:
         align: "top-left" places query 0 at key 0; "bottom-right" places the last query at the last
@@ -73,17 +73,17 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
 
 
 def check_align(align: Any) -> None:
-    """Check that an alignment is one of the two.
+    """Check that `align` is "top-left" or "bottom-right".
 
     Raises:
-        OptionError: it is not.
+        OptionError: `align` is another value.
     """
     if not isinstance(align, str) or align not in ("top-left", "bottom-right"):
         raise OptionError(f'align must be "top-left" or "bottom-right", got {text(align)}')
 
 
 def keyword_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments for a label in which `align` is a keyword argument."""
+    """Return `Alignment.arguments` with "align=" before the first, or () if there are none."""
     return (f"align={arguments[0]}", *arguments[1:]) if arguments else ()
 
 

@@ -1,4 +1,4 @@
-"""Define BigBird's mask: a window of blocks, global blocks, and random blocks."""
+"""BigBird's mask: a window of blocks, global blocks and random blocks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from attnkit.masks._topk_blocks import blocks_mask
 def bigbird(
     random_blocks: Tensor, block: int, *, window_blocks: int = 1, global_blocks: int = 1
 ) -> Mask:
-    """Keeps neighbouring blocks, the rows and columns of the first blocks, and random blocks.
+    """Build BigBird's mask, which keeps neighbouring blocks, global blocks and random blocks.
 
-    Hugging Face's BigBird makes the first and the last block global, and always has a window of
-    three blocks. Here the first `global_blocks` are global; add the last block by `|`.
+    Hugging Face's BigBird makes the first and the last block global and always has a window of
+    three blocks. In this mask the first `global_blocks` blocks are global. Use `|` to add the last
+    block.
 
     Args:
         random_blocks: int [query blocks, R] or [H, query blocks, R], the random kv blocks of each
             query block, -1 for an unused entry; R up to 128.
-        block: positions in a block.
-        window_blocks: neighbouring blocks on each side (1: three blocks in all).
-        global_blocks: blocks at the start that see everything and that everything sees.
+        block: positions per block.
+        window_blocks: neighbouring blocks on each side (1 gives a window of three blocks).
+        global_blocks: number of blocks at the start whose queries see all keys and whose keys all
+            queries see.
 
     Returns:
-        The mask, for query lengths up to `block` times the query blocks.
+        The mask, for query lengths up to `block` times the number of query blocks.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.

@@ -1,4 +1,4 @@
-"""Define the mask of attention inside blocks on the diagonal."""
+"""Block-diagonal mask."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from attnkit.masks._check import whole
 
 
 def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
-    """Keeps the pairs whose query block and key block have the same number.
+    """Build a block-diagonal mask, which keeps keys with `kv // kv_size == q // size`.
 
     Args:
-        size: queries in a block.
-        kv_size: keys in a block; `size` if None.
+        size: queries per block.
+        kv_size: keys per block; None means `size`.
 
     Returns:
         The mask, for any lengths.
 
     Raises:
-        ArgumentError, OptionError: not positive ints.
+        ArgumentError, OptionError: a size is not a positive int.
 
     >>> from attnkit import create_mask
     >>> create_mask(block_diagonal(2), None, None, 5, 5).int()[0, 0]

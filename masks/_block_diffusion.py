@@ -1,4 +1,4 @@
-"""Define the mask for training block diffusion language models."""
+"""Mask for training block diffusion language models."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from attnkit.masks._check import whole
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Keeps the pairs for training block diffusion on a noisy copy of a text, then the text.
+    """Build the training mask of block diffusion, for a noisy copy of a text followed by the text.
 
-    Positions `0 .. length - 1` hold the noisy copy, `length .. 2 * length - 1` the clean text, in
-    blocks of `block`. A noisy block sees itself and the clean blocks before it; a clean block sees
-    itself and the clean blocks before it.
+    Positions `0 .. length - 1` hold the noisy copy, and positions `length .. 2 * length - 1` hold
+    the clean text. Both are split into blocks of `block` tokens. A noisy block sees itself and the
+    earlier clean blocks. A clean block sees itself and the earlier clean blocks.
 
     Args:
         length: tokens of the text; query and kv length are `2 * length`.
-        block: tokens in a diffusion block.
+        block: tokens per diffusion block.
 
     Returns:
         The mask, for query and kv length `2 * length`.
 
     Raises:
-        ArgumentError, OptionError: not positive ints.
+        ArgumentError, OptionError: an argument is not a positive int.
 
     Source: Arriola et al. 2025 (BD3-LM), arXiv:2503.09573, section 3.2 and appendix B.6.
 

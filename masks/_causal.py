@@ -1,4 +1,4 @@
-"""Define the causal mask, with queries aligned at the first or at the last key."""
+"""Causal mask, with top-left or bottom-right alignment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ def causal(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps the keys that are not after the query.
+    """Build a causal mask, which keeps the keys that are not after the query.
 
-    Aligned at the top left, query `q` sees keys `0 .. q`, as `is_causal` of PyTorch's SDPA. Aligned
-    at the bottom right, the last query sees the last key, as FlashAttention (from 2.1 on) and
-    Hugging Face with a cache. For equal lengths both are the same. For documents with different
-    numbers of queries and keys, FlashAttention aligns each document by itself. That is
-    `document_from_cu_seqlens(q, kv, within=causal(), align="bottom-right")`; `&` is refused there.
+    With `align="top-left"` query `q` sees keys `0 .. q`, as with `is_causal` of PyTorch's SDPA.
+    With `align="bottom-right"` the last query sees all keys, as in FlashAttention (since 2.1) and
+    in Hugging Face with a cache. For equal lengths both alignments are the same. If documents have
+    different numbers of queries and keys, FlashAttention aligns each document separately. Use
+    `document_from_cu_seqlens(q, kv, within=causal(), align="bottom-right")` for that; `&` is
+    refused for such documents.
 
     Args:
         align: "top-left" or "bottom-right".
@@ -29,7 +30,7 @@ def causal(
             `kv_len[b]` on are after every query, so they are masked); only for "bottom-right".
 
     Returns:
-        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
+        The mask, for any lengths; with align="bottom-right", only for `q_len` and `kv_len`.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.

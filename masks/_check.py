@@ -1,4 +1,4 @@
-"""Check arguments of masks; errors name the argument, the value and what was expected."""
+"""Check arguments of masks; error messages name the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT_MAX = 2**31 - 1
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
-    """Check a Python int from `least` to `most`, and return it."""
+    """Check that `value` is an int from `least` to `most` and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -28,14 +28,14 @@ def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check a bool, and return it."""
+    """Check that `value` is a bool and return it."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {text(value)}")
     return value
 
 
 def text(value: Any) -> str:
-    """Format any value for a message, in a few words; some values cannot be printed."""
+    """Return a short text of any value for an error message, even if its repr raises."""
     try:
         return reprlib.repr(value)
     except Exception:  # an int of thousands of digits, or an error in the caller's own __repr__
@@ -43,12 +43,12 @@ def text(value: Any) -> str:
 
 
 def int_text(value: int) -> str:
-    """Format an int for a message; Python refuses to print those of thousands of digits."""
+    """Return an int as text, or its number of bits if it is too long to print."""
     return str(value) if value.bit_length() < 100 else f"an int of {value.bit_length()} bits"
 
 
 def has_data(value: Tensor) -> bool:
-    """Return whether a tensor's data can be read; not in torch.compile, and not if it is meta."""
+    """Return whether the data of a tensor can be read (not in torch.compile, not meta or fake)."""
     return not (
         torch.compiler.is_dynamo_compiling()
         or value.is_meta
@@ -57,7 +57,7 @@ def has_data(value: Tensor) -> bool:
 
 
 def limit(name: str, value: Any) -> int | None:
-    """Check a distance, an int from 0 on or None for no limit, and return it."""
+    """Check that `value` is a nonnegative int, or None for no limit, and return it."""
     if value is None:
         return None
     if isinstance(value, int) and value < 0:
@@ -69,12 +69,15 @@ def limit(name: str, value: Any) -> int | None:
 
 
 def keys_before(name: str, value: Any, size: Any) -> int | None:
-    """Check how many keys before the query a window keeps, given as such or as its whole size.
+    """Return how many keys before the query a window keeps, from exactly one of two arguments.
 
     Args:
-        name: of the argument that counts the keys before the query.
-        value: that argument, `...` if it was not given; None for no limit.
-        size: the number of keys with the query's own, None if it was not given.
+        name: name of the argument `value`.
+        value: number of keys before the query; None for no limit, `...` if not given.
+        size: number of keys up to and including the query's own; None if not given.
+
+    Returns:
+        The number of keys before the query; None for no limit.
     """
     if (value is ...) == (size is None):
         raise ArgumentError(
@@ -85,7 +88,7 @@ def keys_before(name: str, value: Any, size: Any) -> int | None:
 
 
 def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
-    """Check one int per axis, and return them; a single int stands for all axes."""
+    """Check one int per axis and return them as a tuple; a single int applies to all axes."""
     if isinstance(value, int):
         return (whole(name, value, least),) * axes
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -100,7 +103,7 @@ def sizes(name: str, value: Any, axes: int, least: int = 1) -> tuple[int, ...]:
 
 
 def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
-    """Check the shape of a grid of tokens: a tuple of 1 to `most_axes` positive ints."""
+    """Check that `value` is a grid shape, a tuple of 1 to `most_axes` positive ints; return it."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentError(f"{name} must be a tuple of ints, got {type(value).__name__}")
     if not 1 <= len(value) <= most_axes:
@@ -112,7 +115,10 @@ def grid(name: str, value: Any, most_axes: int = 3) -> tuple[int, ...]:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
+    """Check that `value` is a nonempty dense tensor with a rank in `ranks` and return it.
+
+    `shapes` is the text of the allowed shapes, for error messages.
+    """
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.is_nested:
@@ -127,7 +133,10 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check an integer tensor; a later check at use covers int64 values that exceed 32 bits."""
+    """Check a tensor as `tensor` does, and that its dtype is an integer dtype; return it.
+
+    int64 values outside int32 are not checked here but when the mask is used.
+    """
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype not in INTS:
         raise DTypeError(f"{name} must hold integers (torch.int32), got {checked.dtype}")
@@ -135,18 +144,21 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
 
 
 def shape_text(value: Tensor) -> str:
-    """Format a tensor's shape for a label; "[...]" in torch.compile, where lengths are symbolic."""
+    """Return a tensor's shape as text; "[...]" in torch.compile, where lengths are symbolic."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
 
 
 def extent(value: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest value, with one read from the device."""
+    """Return the smallest and the largest value of an integer tensor, with one device read."""
     low, high = torch.stack(torch.aminmax(value)).tolist()
     return int(low), int(high)
 
 
 def needs_data(name: str, value: Tensor) -> Tensor:
-    """Check that a tensor has data, for a mask that reads it when it is built."""
+    """Check that a tensor has data (is not meta or fake) and return it.
+
+    Masks that read the tensor when they are built need this.
+    """
     if not (torch.compiler.is_dynamo_compiling() or has_data(value)):
         raise ArgumentError(
             f"{name} must have data, because the mask reads it once; got a tensor "
@@ -156,7 +168,7 @@ def needs_data(name: str, value: Tensor) -> Tensor:
 
 
 def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that two tensors are on one device."""
+    """Check that two tensors are on the same device."""
     if value.device != other.device:
         raise DeviceError(
             f"{other_name} is on {other.device}, {name} on {value.device}; move one of them"
@@ -164,7 +176,7 @@ def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 
 def total_length(name: str, lengths: Tensor) -> int:
-    """Return the sum of lengths that are at least 0, which must be a length of int32."""
+    """Return the sum of nonnegative lengths; raise if it is larger than 2**31 - 1."""
     if torch.compiler.is_dynamo_compiling():
         return int(lengths.sum())
     total = float(lengths.double().sum())  # a sum of int64 may wrap
@@ -174,7 +186,7 @@ def total_length(name: str, lengths: Tensor) -> int:
 
 
 def at_least(name: str, value: Tensor, least: int) -> Tensor:
-    """Check that no entry is below `least`, if the tensor has data to check."""
+    """Check that no entry is below `least`, if the data can be read, and return the tensor."""
     if not has_data(value):
         return value
     low, _ = extent(value)
@@ -184,12 +196,12 @@ def at_least(name: str, value: Tensor, least: int) -> Tensor:
 
 
 def per_batch(name: str, value: Any, least: int = 0) -> Tensor:
-    """Check an integer tensor [B] with no entry below `least`."""
+    """Check that `value` is an integer tensor [B] with no entry below `least` and return it."""
     return at_least(name, int_tensor(name, value, "[B]", (1,)), least)
 
 
 def float_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a tensor of floats."""
+    """Check a tensor as `tensor` does, and that its dtype is a float dtype; return it."""
     checked = tensor(name, value, shapes, ranks)
     if not checked.dtype.is_floating_point:
         raise DTypeError(f"{name} must hold floats, got {checked.dtype}")
@@ -197,7 +209,7 @@ def float_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Te
 
 
 def bool_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a bool tensor."""
+    """Check a tensor as `tensor` does, and that its dtype is torch.bool; return it."""
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype != torch.bool:
         raise DTypeError(f"{name} must be torch.bool, got {checked.dtype}")
@@ -205,7 +217,7 @@ def bool_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Ten
 
 
 def own_device(name: str, value: Any) -> torch.device:
-    """Check a device, and return it with its index."""
+    """Check that this machine has the device and return it with its index, such as cuda:0."""
     try:
         return torch.empty(0, device=value).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

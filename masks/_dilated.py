@@ -1,4 +1,4 @@
-"""Define the mask of a sliding window with gaps."""
+"""Dilated sliding window mask."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def dilated(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps every `dilation`-th key of a window, counted from the query.
+    """Build a dilated window mask, which keeps every `dilation`-th key counted from the query.
 
-    `left` and `right` count positions, not keys, and are inclusive: a row keeps up to
+    `left` and `right` are inclusive and count positions, not keys: a row keeps up to
     `left // dilation + 1 + right // dilation` keys. Longformer counts keys: its w keys on each side
     are `dilated(w * dilation, dilation, w * dilation)`.
 
     Args:
         left: positions of the window before the query.
-        dilation: distance between the keys that are kept, from 1 on (1 is `sliding_window`).
+        dilation: distance between neighbouring kept keys, at least 1 (1 gives `sliding_window`).
         right: positions of the window after the query.
         align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
@@ -34,11 +34,11 @@ def dilated(
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
+        The mask, for any lengths; with align="bottom-right", only for `q_len` and `kv_len`.
 
     Raises:
-        ArgumentError, OptionError: not ints, negative, or dilation 0.
-        ShapeError, DTypeError: kv_len is a tensor of another kind.
+        ArgumentError, OptionError: an argument is not an int, is negative, or `dilation` is 0.
+        ShapeError, DTypeError: `kv_len` is a tensor of another shape or dtype.
 
     Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150, section 3.1.
 

@@ -1,4 +1,4 @@
-"""Define masks for documents packed into one sequence, from ids, lengths or offsets."""
+"""Masks for documents packed into one sequence, given by ids, lengths or offsets."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ def document(
     sorted_ids: bool = False,
     padding: int | None = None,
 ) -> Mask:
-    """Keeps the pairs whose document ids are equal.
+    """Build a document mask, which keeps the keys whose document id equals that of the query.
 
-    Every value is an id: positions with the id -1 (or 0) see each other, as with JAX's segment ids.
-    Where a value marks padding, as 0 does in Hugging Face's attention masks and -1 often does, pass
-    `padding=0` or `padding=-1`: those positions then see nothing, and nothing sees them. NaN or
-    infinity in their rows of query, key and value is not masked, see `zero_padding`.
+    By default every value is an id: positions with the id -1 (or 0) see each other, as with JAX's
+    segment ids. If a value marks padding, as 0 does in Hugging Face's attention masks, pass
+    `padding=0` (or `padding=-1`). Padding positions then see no key, and no query sees them. The
+    mask does not remove NaN or infinity in padded rows of query, key and value, see `zero_padding`.
 
-    The mask reads `ids` when it is used: the next call sees edits in place.
+    The mask reads `ids` when it is used, so the next call sees in-place edits.
 
     Args:
-        ids: int [S] or [B, S], the document of each position (queries and keys alike, or queries
-            only if `kv_ids` is given).
-        kv_ids: int [Skv] or [B, Skv], the document of each key.
-        sorted_ids: check that ids never decrease along the sequence.
-        padding: the id of positions that are padding; None if there is none.
+        ids: int [S] or [B, S], document id of each position (of queries and keys, or only of
+            queries if `kv_ids` is given).
+        kv_ids: int [Skv] or [B, Skv], document id of each key.
+        sorted_ids: whether to check that ids never decrease along the sequence.
+        padding: the id of padding positions; None if there is no padding.
 
     Returns:
         The mask, for lengths up to those of the ids.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: ids decrease, with `sorted_ids`; the dtype of the ids cannot hold `padding`.
+        ArgumentError, ShapeError, DTypeError: ids are not an integer tensor of that shape.
+        OptionError: ids decrease and `sorted_ids` is True, or `padding` is out of the range of the
+            dtype of the ids.
 
     Source: Krell et al. 2021 (packing), arXiv:2107.02027.
 
@@ -99,25 +100,24 @@ def document_from_lengths(
     within: MaskMod | None = None,
     align: Align | None = None,
 ) -> Mask:
-    """Keeps the pairs in the same document; documents follow each other without gaps.
+    """Build a document mask from the lengths of consecutive documents.
 
-    With `kv_lengths` queries and keys of a document start at different positions, so that `&` with
-    `causal()` or a window is refused. `within` applies such a mask inside of each document. See
-    `document_from_cu_seqlens`.
+    With `kv_lengths` the queries and keys of a document start at different positions. `&` with
+    `causal()` or a window is therefore refused; use `within` to apply such a mask inside each
+    document. See `document_from_cu_seqlens`.
 
     Args:
         lengths: int [N], the length of each document.
-        kv_lengths: int [N], the number of keys of each document, if it differs from the queries'.
-        total: query length, to check the sum of the lengths.
-        within, align: a mask inside of each document, see `document_from_cu_seqlens`.
+        kv_lengths: int [N], number of keys of each document; None if equal to `lengths`.
+        total: expected query length, which the sum of `lengths` is compared with.
+        within, align: a mask inside each document, see `document_from_cu_seqlens`.
 
     Returns:
-        The mask, for the query and kv lengths that the documents sum to.
+        The mask, for query and kv lengths equal to the sums of the lengths.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape.
-        OptionError: a length is negative, the lengths do not sum to `total`, or an argument is
-            unknown.
+        ArgumentError, ShapeError, DTypeError: lengths are not an integer tensor of that shape.
+        OptionError: a length is negative, the lengths do not sum to `total`, or `align` is unknown.
 
     >>> import torch
     >>> from attnkit import create_mask
@@ -146,29 +146,28 @@ def document_from_cu_seqlens(
     within: MaskMod | None = None,
     align: Align | None = None,
 ) -> Mask:
-    """Keeps the pairs in the same document; `cu_seqlens` says where documents start.
+    """Build a document mask from cumulative sequence lengths, as in FlashAttention's varlen API.
 
     FlashAttention's varlen functions align causal masks and windows at the bottom right of each
-    document. With the same offsets for queries and keys that is `causal() & mask`. With
-    `kv_cu_seqlens` queries and keys of a document start at different positions, so that `&` with
-    `causal()` or a window is refused; pass `within=causal(), align="bottom-right"` instead.
+    document. If queries and keys have the same offsets, that is `causal() & mask`. With
+    `kv_cu_seqlens` the queries and keys of a document start at different positions, and `&` with
+    `causal()` or a window is refused. Pass `within=causal(), align="bottom-right"` instead.
 
     Args:
-        cu_seqlens: int [N + 1], 0 followed by the ends of the N documents, as FlashAttention's
-            varlen interface takes them.
-        kv_cu_seqlens: int [N + 1], the same for the keys, if they differ from the queries.
-        total: query length, to check the last entry.
-        within: a mask, or mask_mod, over positions that count from the start of each document; it
-            fits any lengths and reads no table by position.
-        align: with `within`, "top-left" (the default) places the first query of a document at its
-            first key, "bottom-right" the last query at the last key.
+        cu_seqlens: int [N + 1], 0 followed by the end offsets of the N documents.
+        kv_cu_seqlens: int [N + 1], the same for the keys; None if equal to `cu_seqlens`.
+        total: expected query length, which the last entry is compared with.
+        within: a mask or mask_mod that is applied inside each document, to positions counted from
+            the start of the document. It must allow any lengths and read no table by position.
+        align: only with `within`. "top-left" (the default) places the first query of a document at
+            its first key, "bottom-right" places the last query at the last key.
 
     Returns:
-        The mask, for the query and kv lengths that the last entries give.
+        The mask, for query and kv lengths equal to the last entries.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not an integer tensor of that shape, or `within` is
-            not such a mask.
+        ArgumentError, ShapeError, DTypeError: an argument is not an integer tensor of that shape,
+            or `within` is not such a mask.
         OptionError: the first entry is not 0, entries decrease (documents would overlap), the
             last entry is not `total`, or `align` is unknown.
 
@@ -199,14 +198,15 @@ def _packed(
     within: MaskMod | None,
     align: Align | None,
 ) -> Mask:
-    """Return the mask of documents that follow each other, from their lengths.
+    """Return the mask of consecutive documents with `lengths` queries each.
 
     Args:
         label: label of the mask, without `within`.
-        q_doc: int32 [query length], the document of each query.
-        lengths: int [N], queries of each document.
-        keys: name and int [N], keys of each document; None if they are as many as the queries.
-        within, align: as the caller gave them.
+        q_doc: int32 [query length], document index of each query.
+        lengths: int [N], number of queries of each document.
+        keys: (argument name, number of keys of each document as int [N]). The numbers are None if
+            they equal `lengths`.
+        within, align: the arguments of the caller.
     """
     name, kv_lengths = keys
     kv_doc = q_doc if kv_lengths is None else _from_lengths(name, kv_lengths)
@@ -221,7 +221,7 @@ def _packed(
     check_align("top-left" if align is None else align)
     own = lengths.long()
     counts = own if kv_lengths is None else kv_lengths.long()
-    # int32 tables by query: where its document's keys start and end, and its place among them
+    # int32 tables by query: start and end of the document's keys, and the query's position in them
     start = (counts.cumsum(0) - counts)[q_doc].int()
     end = counts.cumsum(0)[q_doc].int()
     place = torch.arange(sizes[0], device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
@@ -240,7 +240,7 @@ def _packed(
 
 
 def _inner(within: Any) -> Mask:
-    """Check the mask inside of each document."""
+    """Check the argument `within` and return it as a `Mask`."""
     if not callable(within):
         raise ArgumentError(f"within must be a mask or a mask_mod, got {type(within).__name__}")
     inner = within if isinstance(within, Mask) else Mask(within)
@@ -256,7 +256,7 @@ def _same_place(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _start_apart(lengths: Tensor, kv_lengths: Tensor) -> bool:
-    """Return whether a document's queries and keys start at different positions."""
+    """Return whether some document's queries and keys start at different positions."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return not torch.equal(lengths[:-1].long().cpu(), kv_lengths[:-1].long().cpu())
@@ -294,7 +294,7 @@ def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
 
 
 def _from_lengths(name: str, lengths: Tensor) -> Tensor:
-    """Return the document id of each position, int32 [sum of lengths]."""
+    """Return the document index of each position, int32 [sum of lengths]."""
     total_length(name, needs_data(name, lengths))
     documents = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     ids = documents.repeat_interleave(lengths.long())

@@ -1,4 +1,4 @@
-"""Build instances of every mask of the library, at any length."""
+"""Example instances of every mask of the library, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from attnkit.masks._tree import tree, tree_from_table
 
 
 class Example(NamedTuple):
-    """Holds a mask and sizes that it fits; batch and heads are 1 if it does not read b or h."""
+    """Holds a mask and sizes of a call that the mask allows.
+
+    `batch` and `heads` are 1 if the mask does not depend on them.
+    """
 
     mask: Mask
     q_len: int
@@ -41,27 +44,27 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
+    """Draws random tensors on the CPU and moves them to `device`; results depend only on `seed`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
 
     def ints(self, low: int, high: int, *shape: int) -> Tensor:
-        """Draw int32 numbers from low to high - 1."""
+        """Draw an int32 tensor of `shape` with values from `low` to `high - 1`."""
         drawn = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
         return drawn.to(self.device)
 
     def marks(self, rate: float, *shape: int) -> Tensor:
-        """Draw bools that are True with probability `rate`."""
+        """Draw a bool tensor of `shape` whose entries are True with probability `rate`."""
         return (torch.rand(shape, generator=self.generator) < rate).to(self.device)
 
     def order(self, count: int) -> Tensor:
-        """Draw a permutation of 0 .. count - 1, int64."""
+        """Draw a random permutation of the ints below `count`, int64 [count]."""
         return torch.randperm(count, generator=self.generator).to(self.device)
 
     def lengths(self, total: int, parts: int) -> Tensor:
-        """Draw `parts` lengths, at least 0, that sum to `total`, int32."""
+        """Draw nonnegative lengths that sum to `total`, int32 [parts]."""
         cuts = self.ints(0, total + 1, parts - 1).sort().values.cpu()
         ends = torch.cat((cuts, torch.tensor([total], dtype=torch.int32)))
         return ends.diff(prepend=ends.new_zeros(1)).to(self.device)
@@ -70,16 +73,16 @@ class _Draw:
 def examples(
     length: int = 128, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Example]:
-    """Build at least one instance of every mask of the library.
+    """Build at least one instance of every mask of the library, for tests and benchmarks.
 
     Args:
-        length: query and kv length, from 32 on; grids take the nearest smaller shape that fits,
-            and a few masks have other lengths for queries and keys (see `q_len`, `kv_len`).
+        length: query and kv length, at least 32. Masks over grids use the largest smaller grid that
+            fits. A few masks have other lengths, see `Example.q_len` and `Example.kv_len`.
         device: device of the captured tensors.
         seed: seed of the random ids, lengths and blocks; equal seeds give equal masks.
 
     Returns:
-        Examples by name: the mask's own name, or "name/what is special".
+        Examples by name. A name is that of the mask, or "mask/variant".
 
     >>> examples()["sliding_window"]
     Example(mask=sliding_window(16), q_len=128, kv_len=128, batch=1, heads=1)

@@ -1,4 +1,4 @@
-"""Order the tokens of images and videos in a sequence, row by row or tile by tile."""
+"""Order of the tokens of images and videos in a sequence: row-major or tile by tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnkit.masks._check import grid, sizes
 
 
 def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the coordinates of an index in row-major order (the last axis varies fastest)."""
+    """Return the coordinates of row-major index `place` in a grid (last axis varies fastest)."""
     reverse: list[Tensor] = []
     for size in reversed(shape[1:]):
         reverse.append(place % size)
@@ -24,13 +24,13 @@ def unravel(place: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
 def coordinates(
     place: Tensor, shape: tuple[int, ...], tile: tuple[int, ...] | None
 ) -> tuple[Tensor, ...]:
-    """Return the coordinates of the token at an index of the sequence.
+    """Return the grid coordinates of the token at index `place` of the sequence.
 
     Args:
-        place: integer, from 0 to the product of `shape` less 1.
-        shape: the grid.
-        tile: tokens are ordered tile by tile, row-major among tiles and inside each; None:
-            row-major.
+        place: integer tensor, from 0 to the product of `shape` minus 1.
+        shape: shape of the grid.
+        tile: shape of a tile if tokens are ordered tile by tile, with row-major order of the tiles
+            and inside each tile. None if the tokens of the grid are in row-major order.
     """
     if tile is None:
         return unravel(place, shape)
@@ -41,7 +41,7 @@ def coordinates(
 
 
 def check_tile(shape: tuple[int, ...], tile: int | Sequence[int]) -> tuple[int, ...]:
-    """Check that a tile divides the grid, and return its size along each axis."""
+    """Check that the tile divides the grid and return the tile's size along each axis."""
     parts = sizes("tile", tile, len(shape))
     if any(size % part for size, part in zip(shape, parts, strict=True)):
         raise OptionError(f"tile must divide shape {shape} along every axis, got {parts}")
@@ -52,17 +52,18 @@ def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     """Return the row-major index of each token of a tiled layout.
 
     `x[..., order, :]` reorders row-major tokens to the tiled layout that `natten(tile=...)` and
-    `sliding_tile` expect; `y[..., order.argsort(), :]` reorders the result back.
+    `sliding_tile` expect. `y[..., order.argsort(), :]` restores the row-major order of the result.
 
     Args:
-        shape: the grid, 1 to 3 axes.
-        tile: the tile, an int or one per axis; divides the grid.
+        shape: shape of the grid, 1 to 3 axes.
+        tile: size of a tile, an int or one int per axis; must divide the grid.
 
     Returns:
         int64 [number of tokens] on the CPU.
 
     Raises:
-        ArgumentError, OptionError: not ints, or the tile does not divide the grid.
+        ArgumentError, OptionError: sizes are not positive ints, or the tile does not divide the
+            grid.
 
     >>> tile_order((2, 4), (2, 2))
     tensor([0, 1, 4, 5, 2, 3, 6, 7])

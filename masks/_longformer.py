@@ -1,4 +1,4 @@
-"""Define Longformer's mask: global tokens and a sliding window."""
+"""Longformer's mask: global tokens and a sliding window."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from attnkit.masks._check import bool_tensor, shape_text, whole
 
 
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
-    """Keeps a window on both sides, and the rows and columns of global tokens.
+    """Build Longformer's mask, which keeps a two-sided window and all pairs with a global token.
 
-    `window` counts the keys on one side and both ends are inclusive: a row keeps up to
-    `2 * window + 1` local keys. Hugging Face's `attention_window` counts both sides: pass
+    `window` counts the keys on one side, and both ends are inclusive: a row keeps up to
+    `2 * window + 1` local keys. Hugging Face's `attention_window` counts both sides, so pass
     `attention_window // 2`.
 
     Args:
         window: keys on each side of the query.
-        global_tokens: number of global tokens at the start, or bool [S] or [B, S], True at the
+        global_tokens: number of global tokens at the start, or bool [S] or [B, S] that is True for
             global tokens.
 
     Returns:

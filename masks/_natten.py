@@ -1,4 +1,4 @@
-"""Define the mask of neighbourhood attention on lines, images and videos."""
+"""Neighbourhood attention (NATTEN) masks on 1D, 2D and 3D grids of tokens."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ def natten(
     causal: bool | Sequence[bool] = False,
     tile: int | Sequence[int] | None = None,
 ) -> Mask:
-    """Keeps the `kernel` nearest neighbours along each axis of a grid of tokens.
+    """Build a neighbourhood attention mask, which keeps the `kernel` nearest keys along each axis.
 
-    The window is centred on the query and moved inwards at the borders, so that every query sees
-    the same number of keys. An even kernel reaches one further to the left. All parameters mean the
-    same as in NATTEN.
+    The window is centred on the query and shifted inwards at the borders, so that every query sees
+    the same number of keys. A window of even size has one more key before the query than after it.
+    All parameters have the same meaning as in NATTEN.
 
     Args:
-        shape: the grid, 1 to 3 axes; query and kv length are its product.
-        kernel: neighbours along each axis.
-        stride: this many neighbouring queries share the window of one of them (generalised
-            neighbourhood attention), 1 to `kernel`.
+        shape: shape of the token grid, 1 to 3 axes; query and kv length are its product.
+        kernel: number of neighbours along each axis, including the query's own position.
+        stride: number of neighbouring queries that share one window (generalised neighbourhood
+            attention), 1 to `kernel`.
         dilation: distance between neighbours.
-        causal: along these axes keep only the query's position and those before it (the window is
-            then cut at the border, not moved).
-        tile: the tile of a tiled layout (see `tile_order`), which places near tokens next to each
-            other in the sequence, so that fewer blocks are computed; None for row-major tokens.
+        causal: axes along which only the query's position and earlier positions are kept. There the
+            window is truncated at the border instead of shifted.
+        tile: tile size of a tiled layout (see `tile_order`); None for row-major tokens. A tiled
+            layout places nearby tokens next to each other in the sequence, so that fewer blocks are
+            computed.
 
     Returns:
         The mask, for query and kv length equal to the product of `shape`.
 
     Raises:
         ArgumentError, OptionError: an argument is not as described, or `kernel * dilation` is
-            greater than the axis.
+            greater than the length of the axis.
 
     Source: Hassani et al. 2023 (arXiv:2204.07143), dilation arXiv:2209.15001, causal
     arXiv:2403.04690, stride arXiv:2504.16922.
@@ -96,11 +97,11 @@ def natten(
 def _near(
     q: Tensor, kv: Tensor, length: int, kernel: int, stride: int, dilation: int, causal: bool
 ) -> Tensor:
-    """Return whether `kv` is a neighbour of `q` along one axis."""
+    """Return whether coordinate `kv` is in the window of coordinate `q` along one axis."""
     if dilation == 1:
         return _in_window(q, kv, length, kernel, stride, causal)
     residue = q % dilation
-    members = (length - residue + dilation - 1) // dilation  # positions of the query's residue
+    members = (length - residue + dilation - 1) // dilation  # positions with the query's residue
     inside = _in_window(q // dilation, kv // dilation, members, kernel, stride, causal)
     return (kv % dilation == residue) & inside
 
@@ -108,7 +109,7 @@ def _near(
 def _in_window(
     q: Tensor, kv: Tensor, length: int | Tensor, kernel: int, stride: int, causal: bool
 ) -> Tensor:
-    # the query whose window the whole stride group uses
+    # the query whose window all queries of the stride group use
     leader = q if stride == 1 else q // stride * stride + (stride - 1 if causal else stride // 2)
     if causal:
         return (kv <= q) & (_at_most(leader, length - 1) - kv < kernel)

@@ -1,4 +1,4 @@
-"""Define the mask of a batch of sequences that are padded to one length."""
+"""Padding mask for a batch of sequences that are padded to one length."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def padding(
     q_len: int | None = None,
     kv_len: int | None = None,
 ) -> Mask:
-    """Keeps the first `kv_lengths[b]` keys of each batch entry.
+    """Build a padding mask, which keeps the first `kv_lengths[b]` keys of each batch entry.
 
-    Padding follows the tokens, as with FlashAttention's `cache_seqlens`. Hugging Face pads on the
-    left for generation: `padding(lengths, side="left", kv_len=S)` keeps the last `kv_lengths[b]` of
-    S keys. From an attention mask [B, S], the lengths are `attention_mask.sum(-1)`.
+    By default the padding is on the right, as with FlashAttention's `cache_seqlens`. Hugging Face
+    pads on the left for generation: `padding(lengths, side="left", kv_len=S)` keeps the last
+    `kv_lengths[b]` of S keys. For an attention mask [B, S], the lengths are
+    `attention_mask.sum(-1)`.
 
-    NaN or infinity in padded keys and values is not masked, see `zero_padding`.
+    The mask does not remove NaN or infinity in padded keys and values, see `zero_padding`.
 
     Args:
-        kv_lengths: int [B], keys that are not padding.
-        q_lengths: int [B], queries that are not padding: other rows are fully masked, so their
-            output and gradients are 0. None: no row is padding.
-        side: where the padding is, "right" or "left".
+        kv_lengths: int [B], number of keys that are not padding.
+        q_lengths: int [B], number of queries that are not padding. Padded rows are fully masked, so
+            their output and gradients are 0. None if no row is padding.
+        side: side of the padding, "right" or "left".
         q_len, kv_len: query and kv length; only for side="left" (`q_len` only with `q_lengths`).
 
     Returns:
-        The mask, for any lengths; with side="left", for `q_len` and `kv_len` only.
+        The mask, for any lengths; with side="left", only for `q_len` and `kv_len`.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -79,17 +80,17 @@ def padding(
 def zero_padding(
     tensor: Tensor, lengths: Tensor, *, side: Literal["right", "left"] = "right"
 ) -> Tensor:
-    """Return a tensor whose padded rows are 0, so that NaN or infinity in them has no effect.
+    """Return a copy of `tensor` with zeros in the padded rows, to remove NaN and infinity there.
 
-    A mask gives padded keys the weight 0, and 0 times NaN is NaN: padding that holds NaN or
-    infinity reaches the rows of its tile, as in FlexAttention and in dense attention. Padding of
-    finite numbers needs no such care. Apply this to the value for the output, and to query, key and
-    value for the gradients. The gradient of a padded row is 0.
+    A mask gives padded keys the weight 0, and 0 times NaN is NaN. NaN or infinity in padding
+    therefore reaches the output rows of its tile, as in FlexAttention and in dense attention. This
+    function is not needed if the padding is finite. Apply it to the value for a correct output, and
+    to query, key and value for correct gradients. The gradient of a padded row is 0.
 
     Args:
         tensor: [B, H, S, D], any float dtype.
-        lengths: int [B], rows of each batch entry that are not padding.
-        side: where the padding is, "right" or "left".
+        lengths: int [B], number of rows of each batch entry that are not padding.
+        side: side of the padding, "right" or "left".
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -119,13 +120,13 @@ def zero_padding(
 
 
 def check_side(side: Any) -> None:
-    """Check that a side is "right" or "left"."""
+    """Check that `side` is "right" or "left"."""
     if not isinstance(side, str) or side not in ("right", "left"):
         raise OptionError(f'side must be "right" or "left", got {text(side)}')
 
 
 def _is_left(side: Any, q_len: Any, kv_len: Any, q_lengths: Tensor | None) -> bool:
-    """Check the arguments of the side, and return whether it is the left."""
+    """Return whether `side` is "left"; check `side` and the lengths that "left" requires."""
     check_side(side)
     if side == "right":
         if q_len is not None or kv_len is not None:
@@ -147,7 +148,7 @@ def _left(
     label: str,
     axes: list[Axes],
 ) -> Mask:
-    """Return the mask of padding before the tokens."""
+    """Return the mask for padding on the left, which keeps the last `kv_lengths[b]` keys."""
     keys = whole("kv_len", kv_len, least=1)
     if q_lengths is None:
 

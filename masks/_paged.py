@@ -1,4 +1,4 @@
-"""Define masks over a paged KV cache."""
+"""Masks over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ def paged(
     pages: int,
     lengths: Tensor | None = None,
 ) -> Mask:
-    """Applies a mask over logical key positions to keys that are stored in pages.
+    """Convert a mask over logical key positions to a mask over the pages of a paged KV cache.
 
-    Key and value are one pool [1, H, pages * page_size, D] for all batch entries; logical
-    page `i` of entry `b` is stored in page `page_table[b, i]`. Keys in pages of other entries are
-    masked. `page_table` is FlashAttention's `block_table`, and `lengths` its `cache_seqlens`;
-    where vLLM fills the rest of a row with 0 or old pages, write -1 first.
+    Key and value are one pool [1, H, pages * page_size, D] for all batch entries. Logical page `i`
+    of entry `b` is stored in physical page `page_table[b, i]`. Keys in pages of other entries are
+    masked. `page_table` corresponds to FlashAttention's `block_table`, and `lengths` to its
+    `cache_seqlens`. vLLM fills the unused end of a row with 0 or old pages; replace these by -1.
 
     Args:
         mask: `mask_mod(b, h, q, kv)` or a Mask, over logical key positions.
         page_table: int [B, P], physical page of each logical page; -1 for a page that does not
-            exist. The pages of an entry are distinct; entries may share pages (a common prefix).
-        page_size: keys in a page.
-        pages: physical pages; kv length is `pages * page_size`.
-        lengths: int [B], keys of each entry (the rest of the last page is masked); None: all.
+            exist. The pages of an entry must be distinct. Entries may share pages (a common
+            prefix).
+        page_size: keys per page.
+        pages: number of physical pages; kv length is `pages * page_size`.
+        lengths: int [B], number of keys of each entry (later keys of its pages are masked); None if
+            all pages are full.
 
     Returns:
         The mask, for kv length `pages * page_size` and the query lengths of `mask`.
@@ -49,7 +51,7 @@ def paged(
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described, or the mask was
             built for fewer keys than an entry's pages hold.
-        OptionError: a page is out of range, or an entry has it twice.
+        OptionError: a page is out of range, or an entry has a page twice.
 
     Source: Kwon et al. 2023 (PagedAttention), arXiv:2309.06180.
 
@@ -104,7 +106,7 @@ def paged(
 def _lengths(
     mask: Callable[..., Tensor], name: str, capacity: int, pool: int, counts: Tensor | None
 ) -> tuple[Any, int]:
-    """Return the (query, kv) lengths of a paged mask: the mask's own, and all keys of the pool."""
+    """Return (query lengths that `mask` allows, keys of the pool), the lengths of a paged mask."""
     if not isinstance(mask, Mask):
         return None, pool
     most = mask.lengths.kv[1]
@@ -117,7 +119,7 @@ def _lengths(
 
 
 def _inverse(page_table: Tensor, pages: int) -> Tensor:
-    """Return int32 [B, pages]: the logical page that entry b stores in a physical page, or -1."""
+    """Return the inverse of `page_table`: int32 [B, pages], physical page -> logical page or -1."""
     table = needs_data("page_table", int_tensor("page_table", page_table, "[B, P]", (2,))).long()
     at_least("page_table", table, -1)
     if extent(table)[1] >= pages:

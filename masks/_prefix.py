@@ -1,4 +1,4 @@
-"""Define the mask of a prefix that every query sees, alone and with causal attention."""
+"""Prefix mask and prefix-LM mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnkit.masks._check import per_batch, whole
 
 
 def prefix(length: int | Tensor) -> Mask:
-    """Keeps the first `length` keys.
+    """Build a prefix mask, which keeps the first `length` keys.
 
     Args:
         length: an int, or int [B] with one length per batch entry.
@@ -43,7 +43,7 @@ def prefix(length: int | Tensor) -> Mask:
 
 
 def prefix_lm(length: int | Tensor) -> Mask:
-    """Keeps the first `length` keys, and the keys that are not after the query.
+    """Build a prefix-LM mask, which keeps the first `length` keys and the keys up to the query.
 
     Args:
         length: an int, or int [B] with one length per batch entry.

@@ -1,4 +1,4 @@
-"""Define the mask for several continuations of one prompt in one sequence."""
+"""Mask for several continuations of one prompt in one sequence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from attnkit.masks._check import (
 
 
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
-    """Keeps the keys of the query's suffix and of the prefix that it shares, up to the query.
+    """Build a causal mask for several suffixes (continuations) that share one prefix (prompt).
 
-    The layout is prefix, suffix 1, suffix 2, ..., or several such groups one after another.
+    The sequence is prefix, suffix 1, suffix 2, ..., or several such groups one after another. A
+    query sees the earlier keys of its own suffix and of the prefix of its group.
 
     Args:
         prefixes: prefix length, or int [G] with the prefix length of each group.
-        suffixes: int [N], the suffix lengths of a single group, or int [G, N], of each group; 0 for
-            a suffix that does not exist.
+        suffixes: suffix lengths, int [N] for a single group or int [G, N] for G groups; 0 for a
+            suffix that does not exist.
 
     Returns:
         The mask, for query and kv length equal to the sum of all lengths.
@@ -71,7 +72,7 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
 
 
 def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
-    """Return int64 [G, 1 + N]: the lengths of the prefix and of the suffixes of each group."""
+    """Return the lengths of the prefix and the suffixes of each group, int64 [G, 1 + N]."""
     needs_data("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)))
     at_least("suffixes", suffixes, 0)
     if not isinstance(prefixes, Tensor):

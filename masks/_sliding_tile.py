@@ -1,4 +1,4 @@
-"""Define the mask of sliding tile attention: neighbourhood attention between whole tiles."""
+"""Sliding tile attention mask: neighbourhood attention between whole tiles."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ def sliding_tile(
     *,
     text: int = 0,
 ) -> Mask:
-    """Keeps the `kernel` nearest tiles along each axis of a tiled grid, and all of the text.
+    """Build a sliding tile mask, which keeps the `kernel` nearest tiles along each axis of a grid.
 
-    All queries of a tile see the same tiles, so no block is partial if a tile has a whole number of
-    blocks. Tokens are in the tiled layout (see `tile_order`), and text tokens follow; text sees
-    everything and everything sees text. `kernel` counts tiles: a window of (18, 24, 24) tokens of
-    the paper, in tiles of (6, 8, 8), is (3, 3, 3).
+    All queries of a tile see the same tiles, so no block is partial if a tile consists of whole
+    blocks. The tokens of the grid must be in the tiled layout (see `tile_order`). Text tokens
+    follow; they see all keys, and all queries see them. `kernel` counts tiles: the paper's window
+    of (18, 24, 24) tokens in tiles of (6, 8, 8) is (3, 3, 3).
 
     Args:
-        shape: the grid in tokens, 1 to 3 axes.
-        tile: tokens of a tile along each axis; divides the grid.
-        kernel: tiles along each axis, odd, at most the tiles of the grid.
-        text: text tokens after the grid; query and kv length are the product of `shape`, plus
-            `text`.
+        shape: shape of the grid in tokens, 1 to 3 axes.
+        tile: tokens per tile along each axis; must divide the grid.
+        kernel: number of tiles along each axis, odd and at most the number of tiles of the grid.
+        text: number of text tokens after the grid.
 
     Returns:
         The mask, for query and kv length equal to the product of `shape` plus `text`.
@@ -80,6 +79,6 @@ def sliding_tile(
 
 
 def _near(row: Tensor, column: Tensor, tiles: int, reach: int) -> Tensor:
-    """Return whether two tiles are neighbours along one axis of `tiles` tiles."""
+    """Return whether tile `column` is in the window of tile `row`, on an axis of `tiles` tiles."""
     distance = row.clamp(reach, tiles - 1 - reach) - column
     return (distance <= reach) & (distance >= -reach)

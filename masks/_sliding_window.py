@@ -1,4 +1,4 @@
-"""Define the mask of a window of keys around each query."""
+"""Sliding window mask."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ def sliding_window(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps the keys from `left` positions before the query to `right` positions after it.
+    """Build a window mask, which keeps `left` keys before and `right` keys after the query.
 
-    Both ends are inclusive, as in FlashAttention's `window_size=(left, right)`: a row keeps up to
-    `left + 1 + right` keys. Hugging Face's `sliding_window=W` (Mistral, Gemma) counts the query's
-    own key: that is `sliding_window(size=W)`, or `sliding_window(W - 1)`. FlashAttention's -1 is
-    None, and it aligns at the bottom right. With the default `right=0` the mask is causal.
+    The query's own key is kept too. Both ends are inclusive, as in FlashAttention's
+    `window_size=(left, right)`: a row keeps up to `left + 1 + right` keys. Hugging Face's
+    `sliding_window=W` (Mistral, Gemma) counts the query's own key; it corresponds to
+    `sliding_window(size=W)`, or `sliding_window(W - 1)`. Pass None for FlashAttention's -1.
+    FlashAttention uses bottom-right alignment. With the default `right=0` the mask is causal.
 
     Args:
         left: keys before the query, or None for all of them.
         right: keys after the query, or None for all of them.
-        size: keys up to the query with its own, `left + 1`; instead of `left`.
+        size: keys up to and including the query's own, `left + 1`; alternative to `left`.
         align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
+        The mask, for any lengths; with align="bottom-right", only for `q_len` and `kv_len`.
 
     Raises:
-        ArgumentError, OptionError: not ints, negative, both None, or both `left` and `size`.
-        ShapeError, DTypeError: kv_len is a tensor of another kind.
+        ArgumentError, OptionError: an argument is not an int or is negative, `left` and `right` are
+            both None, or `left` and `size` are both given.
+        ShapeError, DTypeError: `kv_len` is a tensor of another shape or dtype.
 
     Source: Beltagy et al. 2020 (Longformer), arXiv:2004.05150; Jiang et al. 2023 (Mistral),
     arXiv:2310.06825.

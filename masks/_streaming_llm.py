@@ -1,4 +1,4 @@
-"""Define StreamingLLM's mask: attention sinks plus a causal window."""
+"""StreamingLLM's mask: attention sinks plus a causal window."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ def streaming_llm(
     q_len: int | None = None,
     kv_len: int | Tensor | None = None,
 ) -> Mask:
-    """Keeps the first `sinks` keys and a window of keys, both up to the query.
+    """Build StreamingLLM's mask, which keeps the first `sinks` keys and a causal window.
 
     A row keeps up to `window + 1` local keys. The `recent_size` of StreamingLLM's code counts the
-    query's own key: that is `streaming_llm(size=recent_size)`. The sinks are keys; gpt-oss's sinks,
-    learned terms of the softmax, are something else.
+    query's own key, so pass `streaming_llm(size=recent_size)`. These sinks are keys. The sinks of
+    gpt-oss are different: they are learned terms of the softmax.
 
     Args:
-        window: keys before the query.
+        window: keys of the window before the query.
         sinks: keys at the start that every later query sees.
-        size: keys up to the query with its own, `window + 1`; instead of `window`.
+        size: keys of the window including the query's own, `window + 1`; alternative to `window`.
         align: "top-left", or "bottom-right" to place the last query at the last key, see `causal`.
         q_len: query length; only for "bottom-right".
         kv_len: kv length, an int, or int [B] with one length per batch entry (keys from
             `kv_len[b]` on are not kept); only for "bottom-right".
 
     Returns:
-        The mask, for any lengths; with align="bottom-right", for `q_len` and `kv_len` only.
+        The mask, for any lengths; with align="bottom-right", only for `q_len` and `kv_len`.
 
     Raises:
-        ArgumentError, OptionError: not ints, negative, or both `window` and `size`.
-        ShapeError, DTypeError: kv_len is a tensor of another kind.
+        ArgumentError, OptionError: an argument is not an int or is negative, or `window` and `size`
+            are both given.
+        ShapeError, DTypeError: `kv_len` is a tensor of another shape or dtype.
 
     Source: Xiao et al. 2023 (StreamingLLM), arXiv:2309.17453.
 

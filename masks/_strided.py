@@ -1,4 +1,4 @@
-"""Define the two masks of Sparse Transformers."""
+"""The strided and the fixed mask of Sparse Transformers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from attnkit.masks._check import whole
 
 
 def strided(stride: int) -> Mask:
-    """Keeps the last `stride + 1` keys up to the query, and every `stride`-th key before them.
+    """Build the strided mask: the last `stride + 1` keys and every `stride`-th key before them.
+
+    Keys are counted back from the query, and keys after the query are masked.
 
     Args:
-        stride: from 1 on; in the paper, about the square root of the length.
+        stride: at least 1; in the paper, about the square root of the length.
 
     Returns:
         The mask, for any lengths.
 
     Raises:
-        ArgumentError, OptionError: not a positive int.
+        ArgumentError, OptionError: `stride` is not a positive int.
 
     Source: Child et al. 2019 (Sparse Transformer, strided), arXiv:1904.10509, section 4.3.
 
@@ -42,17 +44,20 @@ def strided(stride: int) -> Mask:
 
 
 def fixed(block: int, summary: int = 1) -> Mask:
-    """Keeps the query's block and the last `summary` keys of each block, up to the query.
+    """Build the fixed mask: the query's block and the last `summary` keys of each earlier block.
+
+    Keys after the query are masked.
 
     Args:
-        block: positions in a block, from 1 on.
+        block: positions per block, at least 1.
         summary: positions at the end of each block that every later query sees, 1 to `block`.
 
     Returns:
         The mask, for any lengths.
 
     Raises:
-        ArgumentError, OptionError: not positive ints, or summary greater than block.
+        ArgumentError, OptionError: an argument is not a positive int, or `summary` is greater than
+            `block`.
 
     Source: Child et al. 2019 (Sparse Transformer, fixed), arXiv:1904.10509, section 4.3.
 

@@ -1,4 +1,4 @@
-"""Define the mask of blocks of keys that a router selects."""
+"""Mask of key blocks that a router selects for each query block."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch import Tensor
 from attnkit import Axes, Mask, ShapeError
 from attnkit.masks._check import int_tensor, shape_text, tensor, whole
 
-MOST_SELECTED = 128  # indices per row: the comparison is unrolled
+MOST_SELECTED = 128  # indices per row, a limit because the comparison is unrolled
 
 
 def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
-    """Keeps the blocks of keys that are selected for the query's block.
+    """Build a block-sparse mask, which keeps the kv blocks selected for the query's block.
 
     The query's own block is kept only if it is selected; MoBA always selects it. The mask reads
-    `selected` when it is used, so one mask serves a router that writes its choice
-    into the same tensor at each step. Combine it with `causal()` if the model is causal.
+    `selected` when it is used, so one mask suffices for a router that writes its selection into the
+    same tensor at each step. Combine the mask with `causal()` if the model is causal.
 
     Args:
         selected: int [..., query blocks, K], the selected kv blocks of each query block in any
             order, -1 for an unused entry, K up to 128; or bool [..., query blocks, kv blocks].
-            The dimensions before these two are none, [H] or [B, H].
-        q_block: queries in a block (1: each query has its own selection).
-        kv_block: keys in a block.
+            The leading dimensions "..." are absent, [H] or [B, H].
+        q_block: queries per block (1 if each query has its own selection).
+        kv_block: keys per block.
 
     Returns:
-        The mask, for query lengths up to `q_block` times the query blocks.
+        The mask, for query lengths up to `q_block` times the number of query blocks.
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -47,7 +47,7 @@ def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
 
 
 def blocks_mask(name: str, selected: Tensor, q_block: int, kv_block: int) -> Mask:
-    """Return the mask of selected blocks; `name` is what messages call the tensor."""
+    """Return the mask of `topk_blocks`; error messages call the tensor `selected` by `name`."""
     whole("q_block", q_block, least=1)
     whole("kv_block", kv_block, least=1)
     shapes = "[query blocks, K], [H, query blocks, K] or [B, H, query blocks, K]"
@@ -75,7 +75,7 @@ def blocks_mask(name: str, selected: Tensor, q_block: int, kv_block: int) -> Mas
 
 
 def _row(selected: Tensor, b: Tensor, h: Tensor, block: Tensor) -> Tensor:
-    """Return the selection of one query block, a tensor [K] or [kv blocks]."""
+    """Return the selection of query block `block`, a tensor [K] or [kv blocks]."""
     if selected.ndim == 2:
         return selected[block]
     return selected[h, block] if selected.ndim == 3 else selected[b, h, block]

@@ -1,4 +1,4 @@
-"""Define masks for trees of draft tokens in speculative decoding."""
+"""Masks for trees of draft tokens in speculative decoding."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
-    """Keeps the context, the query itself and its ancestors among the draft tokens.
+    """Build a tree attention mask: a draft token sees the context, its ancestors and itself.
 
-    Queries are the N draft tokens; keys are the context followed by the N draft tokens. Ancestry
-    is tested by two comparisons of positions in a preorder walk, so no N x N table is stored.
+    Queries are the N draft tokens; keys are the context followed by the N draft tokens. Ancestors
+    are found by two comparisons of positions in a preorder walk, so no N x N table is stored.
 
     Args:
-        parents: int [N] or [B, N], the parent of each token; -1 for a root. A parent comes before
-            its children (as in Medusa's and EAGLE's trees).
-        context: keys before the draft tokens, an int, or int [B] with the length of each KV cache
-            (batch entry b then has `context[b] + N` keys, later ones are masked).
+        parents: int [N] or [B, N], the parent of each token; -1 for a root. A parent must come
+            before its children (as in Medusa's and EAGLE's trees).
+        context: number of keys before the draft tokens, an int, or int [B] with the length of each
+            KV cache. With a tensor, batch entry b has `context[b] + N` keys and later keys are
+            masked.
 
     Returns:
-        The mask, for query length N and kv length `context + N` (any, if `context` is a tensor).
+        The mask, for query length N and kv length `context + N` (any kv length if `context` is a
+        tensor).
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
@@ -79,16 +81,18 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
 
 
 def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
-    """Keeps the context, and the draft tokens that a table marks.
+    """Build a tree attention mask from a bool table of the draft tokens that each query sees.
 
-    The mask reads `table` when it is used: the next call sees edits in place.
+    Every query also sees the whole context. The mask reads `table` when it is used, so the next
+    call sees in-place edits.
 
     Args:
-        table: bool [N, M] or [B, N, M], True where draft query n sees draft token m.
-        context: keys before the draft tokens, an int, or int [B] (see `tree`).
+        table: bool [N, M] or [B, N, M], True if query n sees draft token m.
+        context: number of keys before the draft tokens, an int, or int [B] (see `tree`).
 
     Returns:
-        The mask, for query length N and kv length `context + M` (any with a tensor).
+        The mask, for query length N and kv length `context + M` (any kv length if `context` is a
+        tensor).
 
     Raises:
         ArgumentError, OptionError, ShapeError, DTypeError: an argument is not as described.
@@ -144,7 +148,10 @@ def _after_context(
     label: str,
     axes: Sequence[Axes] = (),
 ) -> Mask:
-    """Return a mask over context and draft tokens, from a mask_mod over draft tokens only."""
+    """Return a mask over context and draft tokens from a mask_mod `keep` over draft tokens only.
+
+    Every query sees the whole context. `drafts` is (number of queries, number of draft tokens).
+    """
     rows, count = drafts
     if isinstance(context, Tensor):
         contexts = per_batch("context", context)

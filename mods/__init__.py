@@ -1,8 +1,8 @@
-"""Build score_mods from the literature by name; `compose` chains them.
+"""Build score_mods from the literature; `compose` applies several in order.
 
 Each function returns a `score_mod(score, b, h, q, kv)`. Learned tables are tensors of the caller
-and get gradients. `examples()` returns instances of all, for tests and benchmarks. This room uses
-the public API alone, as a user would.
+and get gradients. `examples()` returns instances of all score_mods, for tests and benchmarks. This
+package uses only the public API, as a user would.
 """
 
 from __future__ import annotations

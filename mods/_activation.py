@@ -1,4 +1,7 @@
-"""Replace softmax's exponential by another activation: its logarithm becomes the score."""
+"""score_mods that replace the exponential of softmax by another activation.
+
+The new score is the logarithm of the activation, whose exponential softmax normalises.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from attnkit.mods._check import number
 
 
 def log_sigmoid(bias: float = 0.0) -> ScoreMod:
-    """Replaces the score by `log(sigmoid(score + bias))`: weights are normalised sigmoids.
+    """Build a score_mod `log(sigmoid(score + bias))`, so that weights are normalised sigmoids.
 
-    The weights of a row sum to 1. Those of FlashSigmoid do not: it takes sigmoids as they are.
+    The weights of a row sum to 1, unlike those of FlashSigmoid, which does not normalise sigmoids.
 
     Args:
-        bias: added to the score; with `-log(n)` for n keys the result is close to softmax.
+        bias: added to the score. With `-log(n)` for n keys the result is close to softmax.
 
     Returns:
         The score_mod.
 
     Raises:
-        ArgumentError, OptionError: not a finite number.
+        ArgumentError, OptionError: `bias` is not a finite number.
 
     Source: Ramapuram et al. 2024 (sigmoid attention), arXiv:2409.04431, normalised.
 
@@ -40,10 +43,10 @@ def log_sigmoid(bias: float = 0.0) -> ScoreMod:
 
 
 def log_relu(power: float = 2.0) -> ScoreMod:
-    """Replaces the score by `log(relu(score) ** power)`: weights are normalised powers of ReLU.
+    """Build a score_mod `log(relu(score) ** power)`: weights are normalised powers of ReLU.
 
-    A score that is not positive gets no weight and no gradient. The output of a row without a
-    positive score is 0, like that of a fully masked row.
+    A score that is not positive gets weight 0 and gradient 0. A row without a positive score has
+    output 0, like a fully masked row.
 
     Args:
         power: 2 for squared ReLU, 1 for ReLU.
@@ -52,7 +55,7 @@ def log_relu(power: float = 2.0) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, OptionError: not a finite number greater than 0.
+        ArgumentError, OptionError: `power` is not a finite number greater than 0.
 
     Source: Shen et al. 2023 (ReLU attention), arXiv:2302.06461; So et al. 2021 (squared ReLU),
     arXiv:2109.08668.

@@ -1,4 +1,4 @@
-"""Define ALiBi: scores fall linearly with the distance, with a slope for each head."""
+"""ALiBi: a bias that is linear in the distance, with one slope per head."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ Slope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
-    """Adds `slope[h] * (kv - q)`.
+    """Build ALiBi's score_mod, which adds `slope[h] * (kv - q)` to the score.
 
-    FlashAttention's `alibi_slopes` subtract `slope[h] * |q + Skv - Sq - kv|`: for a causal mask the
-    same weights, else `alibi(slopes, symmetric=True).shift(q=Skv - Sq)`. Hugging Face's BLOOM adds
-    `slope[h] * kv`, which gives the same weights and another LSE.
+    FlashAttention's `alibi_slopes` subtract `slope[h] * |q + Skv - Sq - kv|`. With a causal mask
+    the weights are the same; otherwise use `alibi(slopes, symmetric=True).shift(q=Skv - Sq)`.
+    Hugging Face's BLOOM adds `slope[h] * kv`, which gives the same weights but another LSE.
 
-    The default slopes are those of the paper: `2 ** (-8 * (h + 1) / H)` if H is a power of two;
-    otherwise those of the next lower power of two, then every other slope of the next higher one.
+    The default slopes are those of the paper: `2 ** (-8 * (h + 1) / H)` if H is a power of two.
+    Otherwise they are the slopes of the next lower power of two, followed by every other slope of
+    the next higher one.
 
     Args:
-        heads: H for the default slopes, the query heads of the model; or float [H] or [B, H] with
-            the slopes (learned slopes get gradients). For a part of the heads pass their slopes.
-        symmetric: subtract `slope[h] * |q - kv|` instead, for bidirectional attention.
+        heads: H, the number of query heads of the model, for the default slopes; or the slopes,
+            float [H] or [B, H] (learned slopes get gradients). If a call has only some of the
+            model's heads, pass their slopes.
+        symmetric: whether to subtract `slope[h] * |q - kv|` instead, for bidirectional attention.
 
     Returns:
         The score_mod.

@@ -1,4 +1,4 @@
-"""Check arguments of mods; errors name the argument, the value and what was expected."""
+"""Check arguments of mods; error messages name the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attnkit import ArgumentError, DeviceError, DTypeError, OptionError, ShapeEr
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 INT_MAX = 2**31 - 1
-MOST_DISTANCES = 1 << 24  # entries of a table by distance that a mod computes
+MOST_DISTANCES = 1 << 24  # largest number of entries of a computed table by distance
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
-    """Check a Python int from `least` to `most`, and return it."""
+    """Check that `value` is an int from `least` to `most` and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an int, got {type(value).__name__}")
     if not least <= value <= most:
@@ -28,14 +28,14 @@ def whole(name: str, value: Any, least: int = 0, most: int = INT_MAX) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check a bool, and return it."""
+    """Check that `value` is a bool and return it."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {text(value)}")
     return value
 
 
 def text(value: Any) -> str:
-    """Format any value for a message, in a few words; some values cannot be printed."""
+    """Return a short text of any value for an error message, even if its repr raises."""
     try:
         return reprlib.repr(value)
     except Exception:  # an int of thousands of digits, or an error in the caller's own __repr__
@@ -43,12 +43,12 @@ def text(value: Any) -> str:
 
 
 def int_text(value: int) -> str:
-    """Format an int for a message; Python refuses to print those of thousands of digits."""
+    """Return an int as text, or its number of bits if it is too long to print."""
     return str(value) if value.bit_length() < 100 else f"an int of {value.bit_length()} bits"
 
 
 def has_data(value: Tensor) -> bool:
-    """Return whether a tensor's data can be read; not in torch.compile, and not if it is meta."""
+    """Return whether the data of a tensor can be read (not in torch.compile, not meta or fake)."""
     return not (
         torch.compiler.is_dynamo_compiling()
         or value.is_meta
@@ -57,7 +57,7 @@ def has_data(value: Tensor) -> bool:
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> float:
-    """Check a finite Python number, greater than 0 if `positive`, and return it as a float."""
+    """Check that `value` is a finite number (above 0 if `positive`) and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"{name} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > 1000:
@@ -70,7 +70,10 @@ def number(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check that a value is a nonempty tensor of one of the ranks; `shapes` is for the message."""
+    """Check that `value` is a nonempty dense tensor with a rank in `ranks` and return it.
+
+    `shapes` is the text of the allowed shapes, for error messages.
+    """
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor {shapes}, got {type(value).__name__}")
     if value.is_nested:
@@ -85,7 +88,7 @@ def tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def table(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a tensor of floats."""
+    """Check a tensor as `tensor` does, and that its dtype is one of `FLOATS`; return it."""
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype not in FLOATS:
         raise DTypeError(f"{name} must hold floats, got {checked.dtype}")
@@ -93,7 +96,7 @@ def table(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
 
 
 def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tensor:
-    """Check a tensor of integers."""
+    """Check a tensor as `tensor` does, and that its dtype is one of `INTS`; return it."""
     checked = tensor(name, value, shapes, ranks)
     if checked.dtype not in INTS:
         raise DTypeError(f"{name} must hold integers (torch.int32), got {checked.dtype}")
@@ -101,7 +104,7 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
 
 
 def odd(name: str, value: Tensor, axis: int, shapes: str) -> int:
-    """Check that the axis of distances -n .. n has an odd size, and return the size."""
+    """Check that `axis`, which holds distances from -n to n, has an odd size; return the size."""
     size = value.shape[axis]
     if size % 2 == 0:
         raise ShapeError(f"{name} must have shape {shapes}, got {tuple(value.shape)}")
@@ -109,7 +112,7 @@ def odd(name: str, value: Tensor, axis: int, shapes: str) -> int:
 
 
 def extent(value: Tensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest value; None if the tensor has no data to read."""
+    """Return the smallest and the largest value; None if the data cannot be read."""
     if not has_data(value):
         return None
     low, high = torch.stack(torch.aminmax(value)).tolist()
@@ -117,12 +120,12 @@ def extent(value: Tensor) -> tuple[int, int] | None:
 
 
 def shape_text(value: Tensor) -> str:
-    """Format a tensor's shape for a label; "[...]" in torch.compile, where sizes are symbolic."""
+    """Return a tensor's shape as text; "[...]" in torch.compile, where sizes are symbolic."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
 
 
 def own_device(name: str, value: Any) -> torch.device:
-    """Check a device, and return it with its index."""
+    """Check that this machine has the device and return it with its index, such as cuda:0."""
     try:
         return torch.empty(0, device=value).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

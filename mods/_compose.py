@@ -1,4 +1,4 @@
-"""Apply several mods, one after the other."""
+"""Composition of several score_mods."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from attnkit import ArgumentError, ScoreMod
 
 
 def compose(*mods: Callable[..., Any]) -> ScoreMod:
-    """Applies the mods in order: each receives the score that the previous one returned.
+    """Build a score_mod that applies `mods` in order, each to the result of the previous one.
 
     Args:
-        mods: any number of `score_mod(score, b, h, q, kv)`; without any, scores do not change.
+        mods: any number of functions `score_mod(score, b, h, q, kv)`. Without any, scores do not
+            change.
 
     Returns:
         The score_mod.

@@ -1,4 +1,4 @@
-"""Define mods that make attention decay with the distance."""
+"""score_mods that make attention weights decay with the distance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from attnkit.mods._check import number, shape_text, table
 
 
 def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
-    """Subtracts `rate[h] * |q - kv| ** power`: weights decay exponentially with it.
+    """Build a score_mod that subtracts `rate[h] * |q - kv| ** power` from the score.
 
-    The weights of a row sum to 1. RetNet's own retention has no softmax.
+    The weights of a row sum to 1, unlike in RetNet's retention, which has no softmax.
 
     Args:
         rate: float [H], may be learned; `-log(gamma)` for RetNet's decay gamma.
-        power: greater than 0; 1 is RetNet's decay, other powers are KERPLE's power variant.
+        power: greater than 0. 1 gives RetNet's decay, other powers give KERPLE's power variant.
 
     Returns:
         The score_mod.
@@ -28,7 +28,8 @@ def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     arXiv:2205.09921.
 
     >>> import torch
-    >>> distance_decay(torch.tensor([0.5]), 2)(torch.zeros(4), 0, torch.tensor(0), 3, torch.arange(4))
+    >>> mod = distance_decay(torch.tensor([0.5]), 2)
+    >>> mod(torch.zeros(4), 0, torch.tensor(0), 3, torch.arange(4))
     tensor([-4.5000, -2.0000, -0.5000,  0.0000])
     """
     table("rate", rate, "[H]", (1,))
@@ -42,7 +43,7 @@ def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
 
 
 def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
-    """Subtracts `rate[h] * log(1 + scale[h] * |q - kv|)`.
+    """Build KERPLE's score_mod, which subtracts `rate[h] * log(1 + scale[h] * |q - kv|)`.
 
     Args:
         rate: float [H], learned; must stay positive.
@@ -52,7 +53,7 @@ def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not float tensors of that shape.
+        ArgumentError, ShapeError, DTypeError: an argument is not a float tensor of that shape.
 
     Source: Chi et al. 2022 (KERPLE, logarithmic), arXiv:2205.09921.
 

@@ -1,4 +1,4 @@
-"""Build instances of every mod of the library, at any length."""
+"""Example instances of every score_mod of the library, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.mods._temperature import log_length, scalable_softmax
 
 
 class Example(NamedTuple):
-    """Holds a mod, sizes that it fits, and its learned tensors."""
+    """Holds a score_mod, sizes of a call that it allows, and its learned tensors."""
 
     mod: ScoreMod
     q_len: int
@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 
 class _Draw:
-    """Draws random tensors from one seed, on the CPU so that every device gets the same."""
+    """Draws random tensors on the CPU and moves them to `device`; results depend only on `seed`."""
 
     def __init__(
         self, seed: int, device: torch.device, dtype: torch.dtype, requires_grad: bool
@@ -45,13 +45,13 @@ class _Draw:
         self.device, self.dtype, self.requires_grad = device, dtype, requires_grad
 
     def learned(self, *shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
-        """Draw uniform floats from low to high."""
+        """Draw a float tensor of `shape`, uniform between `low` and `high`, as a learned tensor."""
         drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         values = (low + (high - low) * drawn).to(self.device, self.dtype)
         return values.requires_grad_(self.requires_grad)
 
     def ints(self, low: int, high: int, *shape: int) -> Tensor:
-        """Draw int32 numbers from low to high - 1."""
+        """Draw an int32 tensor of `shape` with values from `low` to `high - 1`."""
         drawn = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
         return drawn.to(self.device)
 
@@ -66,18 +66,18 @@ def examples(
     requires_grad: bool = False,
     seed: int = 0,
 ) -> dict[str, Example]:
-    """Build at least one instance of every mod of the library.
+    """Build at least one instance of every score_mod of the library, for tests and benchmarks.
 
     Args:
-        length: query and kv length, from 4 on; `bias_2d` takes the nearest smaller square.
-        heads, batch: sizes of the tables that have an axis of heads or batch entries.
+        length: query and kv length, at least 4; `bias_2d` uses the largest square up to it.
+        heads, batch: sizes of the head and batch axes of tables.
         device: device of the captured tensors.
         dtype: dtype of the learned tensors.
         requires_grad: whether the learned tensors require grad.
         seed: seed of the random tables; equal seeds give equal mods.
 
     Returns:
-        Examples by name: the mod's own name, or "name/what is special".
+        Examples by name. A name is that of the score_mod, or "score_mod/variant".
 
     >>> sorted(examples())[:3]
     ['alibi', 'alibi/learned', 'alibi/shift']

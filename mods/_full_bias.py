@@ -1,4 +1,4 @@
-"""Define the mod that adds a bias to each score."""
+"""A score_mod that adds a full bias table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from attnkit.mods._check import shape_text, table
 
 
 def full_bias(bias: Tensor) -> ScoreMod:
-    """Adds `bias[b, h, q, kv]`.
+    """Build a score_mod that adds `bias[b, h, q, kv]` to the score.
 
-    The bias is added after `scale`, as a float `attn_mask` of PyTorch's SDPA. Larger tables than
-    the call are allowed, and entry (0, 0) is for the first query and key: for queries that follow a
-    cache take `.shift(q=...)`.
+    The bias is added after `scale` is applied, like a float `attn_mask` of PyTorch's SDPA. The
+    table may be larger than the call. Entry (0, 0) is for the first query and key, so use
+    `.shift(q=...)` for queries that follow a cache.
 
     Args:
         bias: float [Sq, Skv], [H, Sq, Skv] or [B, H, Sq, Skv], may be learned; axes of size 1 are
@@ -23,7 +23,7 @@ def full_bias(bias: Tensor) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+        ArgumentError, ShapeError, DTypeError: `bias` is not a float tensor of that shape.
 
     >>> import torch
     >>> bias = torch.tensor([[0.5, -0.5]])

@@ -1,4 +1,4 @@
-"""Define Graphormer's mod: a learned bias by the distance of two nodes in a graph."""
+"""Graphormer's score_mod: a learned bias by the distance of two nodes in a graph."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from attnkit.mods._check import extent, int_tensor, shape_text, table
 
 
 def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
-    """Adds `bias[h, distance[q, kv]]`.
+    """Build Graphormer's score_mod, which adds `bias[h, distance[q, kv]]` to the score.
 
     Args:
-        bias: float [H, P], learned; in a Hugging Face Graphormer it is
-            `spatial_pos_encoder.weight.T`.
-        distance: int [N, N] or [B, N, N], the spatial position of each pair, from 0 to P - 1 (for
-            example the length of the shortest path, with one number for pairs without a path).
+        bias: float [H, P], learned; `spatial_pos_encoder.weight.T` of a Hugging Face Graphormer.
+        distance: int [N, N] or [B, N, N], the spatial position of each pair, from 0 to P - 1, for
+            example the length of the shortest path, or a reserved number if there is no path.
 
     Returns:
         The score_mod.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
-        OptionError: a distance is not one of 0 .. P - 1.
+        OptionError: a distance is not in 0 .. P - 1.
 
     Source: Ying et al. 2021, arXiv:2106.05234, section 3.1.2.
 

@@ -1,4 +1,4 @@
-"""Define mods that multiply scores by one learned factor per head."""
+"""score_mods that multiply scores by one learned factor per head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from attnkit.mods._check import shape_text, table
 
 
 def head_scale(scale: Tensor) -> ScoreMod:
-    """Multiplies the score by `scale[h]`.
+    """Build a score_mod that multiplies the score by `scale[h]`.
 
-    `flex_attention` has multiplied the score by its own `scale` before; pass `scale=1.0` there if
-    the learned one replaces it, as in Swin v2.
+    `flex_attention` multiplies the score by its own `scale` first. Pass `scale=1.0` to
+    `flex_attention` if the learned scale replaces it, as in Swin v2.
 
     Args:
         scale: float [H], learned.
@@ -22,7 +22,7 @@ def head_scale(scale: Tensor) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+        ArgumentError, ShapeError, DTypeError: `scale` is not a float tensor of that shape.
 
     Source: Henry et al. 2020 (learned scale), arXiv:2010.04245; Liu et al. 2022 (Swin v2, per
     head), arXiv:2111.09883.
@@ -41,7 +41,9 @@ def head_scale(scale: Tensor) -> ScoreMod:
 
 
 def head_gate(gate: Tensor) -> ScoreMod:
-    """Multiplies the score by `sigmoid(gate[h])`, from 0 (uniform attention) to 1 (no change).
+    """Build a score_mod that multiplies the score by `sigmoid(gate[h])`.
+
+    A factor of 0 gives uniform attention, a factor of 1 does not change the score.
 
     Args:
         gate: float [H], learned.
@@ -50,7 +52,7 @@ def head_gate(gate: Tensor) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+        ArgumentError, ShapeError, DTypeError: `gate` is not a float tensor of that shape.
 
     Source: d'Ascoli et al. 2021 (ConViT, a gate per head), arXiv:2103.10697.
 

@@ -1,4 +1,4 @@
-"""Define mods that add a learned bias by relative position."""
+"""score_mods that add a learned bias by relative position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from attnkit.mods._check import odd, shape_text, table
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
-    """Adds `bias[h, W + clamp(kv - q, -W, W)]`.
+    """Build a score_mod that adds `bias[h, W + clamp(kv - q, -W, W)]` to the score.
 
-    The heads come first. An embedding [2 * W + 1, H], as nn.Embedding stores it, is
+    The first axis is the heads. For an nn.Embedding weight [2 * W + 1, H], pass
     `relative_bias(weight.T)`. Queries that follow a cache need `.shift(q=...)`.
 
     Args:
@@ -21,7 +21,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+        ArgumentError, ShapeError, DTypeError: `bias` is not a float tensor of that shape.
 
     Source: Shaw et al. 2018, arXiv:1803.02155, as a bias per head.
 
@@ -45,20 +45,21 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
 
 def bias_2d(bias: Tensor) -> ScoreMod:
-    """Adds `bias[h, R - 1 + row(q) - row(kv), C - 1 + column(q) - column(kv)]` on an R x C grid.
+    """Build a score_mod that adds a learned bias by relative position on an R x C grid of tokens.
 
-    Swin stores the same numbers as [(2 * R - 1) * (2 * C - 1), H]: pass
+    The bias is `bias[h, R - 1 + row(q) - row(kv), C - 1 + column(q) - column(kv)]`. Swin stores the
+    same numbers as [(2 * R - 1) * (2 * C - 1), H]; pass
     `relative_position_bias_table.view(2 * R - 1, 2 * C - 1, H).permute(2, 0, 1)`.
 
     Args:
-        bias: float [H, 2 * R - 1, 2 * C - 1], learned; tokens are in row-major order, query and
-            kv length at most R * C.
+        bias: float [H, 2 * R - 1, 2 * C - 1], learned. Tokens must be in row-major order, and query
+            and kv length at most R * C.
 
     Returns:
         The score_mod.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: not a float tensor of that shape.
+        ArgumentError, ShapeError, DTypeError: `bias` is not a float tensor of that shape.
 
     Source: Liu et al. 2021 (Swin), arXiv:2103.14030, section 3.2.
 

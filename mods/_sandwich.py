@@ -1,4 +1,4 @@
-"""Define Sandwich: the bias of sinusoidal position embeddings."""
+"""Sandwich: a bias computed from sinusoidal position embeddings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ MOST_DIMS = 1 << 14
 def sandwich(
     heads: int, length: int, *, dims: int = 128, device: torch.device | str = "cpu"
 ) -> ScoreMod:
-    """Adds `(sum_i cos(|q - kv| / 10000 ** (2 * i / dims)) - dims / 2) * H / (8 * (h + 1))`.
+    """Build Sandwich's score_mod, which adds a bias from sinusoidal position embeddings.
 
-    The sum runs over `i = 1 .. dims / 2`; it is the product of two sinusoidal embeddings, computed
-    once into a table by distance. The bias is 0 at distance 0 and falls about logarithmically.
+    The bias is `(sum_i cos(|q - kv| / 10000 ** (2 * i / dims)) - dims / 2) * H / (8 * (h + 1))`
+    with `i = 1 .. dims / 2`. The sum is the dot product of two sinusoidal embeddings and is
+    computed once, into a table by distance. The bias is 0 at distance 0 and falls approximately
+    logarithmically.
 
     Args:
-        heads: H.
-        length: query or kv length, whichever is greater; longer sequences are refused.
-        dims: size of the embeddings, even, independent of the head dim.
+        heads: H, the number of query heads.
+        length: the larger of query and kv length; longer sequences are refused.
+        dims: size of the embeddings, even; independent of the head dim.
         device: device of the query.
 
     Returns:
@@ -52,7 +54,7 @@ def sandwich(
 
 
 def _decay(length: int, dims: int) -> Tensor:
-    """Return the bias of each distance before the head's factor, float32 [length]."""
+    """Return the bias of each distance without the per-head factor, float32 [length]."""
     distance = torch.arange(length, dtype=torch.float64, device="cpu")
     total = torch.zeros_like(distance)
     for i in range(1, dims // 2 + 1):

@@ -1,4 +1,4 @@
-"""Limit scores smoothly to a range."""
+"""Softcap: a smooth limit on scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from attnkit.mods._check import number
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Replaces the score by `cap * tanh(score / cap)`, which stays between `-cap` and `cap`.
+    """Build a score_mod `cap * tanh(score / cap)`, which keeps scores within (-cap, cap).
 
-    The score is that after `scale`, as in FlashAttention's `softcap` and Gemma 2's
+    It is applied after `scale`, as in FlashAttention's `softcap` and Gemma 2's
     `attn_logit_softcapping`.
 
     Args:
@@ -22,7 +22,7 @@ def softcap(cap: float) -> ScoreMod:
         The score_mod.
 
     Raises:
-        ArgumentError, OptionError: not a finite number greater than 0.
+        ArgumentError, OptionError: `cap` is not a finite number greater than 0.
 
     Source: Bello et al. 2017, arXiv:1611.09940; Gemma 2, arXiv:2408.00118.
 

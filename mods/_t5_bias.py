@@ -1,4 +1,4 @@
-"""Define T5's relative position bias: a learned number per head and bucket of distances."""
+"""T5's relative position bias: one learned number per head and distance bucket."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from attnkit.mods._check import MOST_DISTANCES, flag, shape_text, table, whole
 
 
 def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Adds `bias[h, bucket(kv - q)]`.
+    """Build T5's relative position score_mod, which adds `bias[h, bucket(kv - q)]` to the score.
 
-    The heads come first. Hugging Face's `relative_attention_bias.weight` is [buckets, H]: pass
-    `weight.T`. T5 does not scale its scores: pass `scale=1.0` to `flex_attention`. Queries that
-    follow a cache need `.shift(q=...)`.
+    The first axis is the heads. Hugging Face's `relative_attention_bias.weight` is [buckets, H], so
+    pass `weight.T`. T5 does not scale its scores, so pass `scale=1.0` to `flex_attention`. Queries
+    that follow a cache need `.shift(q=...)`.
 
-    Half of the buckets are for single distances, half for ranges that grow up to `max_distance`;
-    all greater distances share the last bucket. With `bidirectional`, keys before and after the
-    query have half of the buckets each; without it, keys after the query count as distance 0.
+    Half of the buckets hold one distance each. The other half hold ranges of distances that grow up
+    to `max_distance`; all larger distances share the last bucket. If `bidirectional` is True, keys
+    before and after the query use half of the buckets each. If it is False, keys after the query
+    count as distance 0.
 
     Args:
         bias: float [H, buckets], learned.
         bidirectional: True in an encoder, False in a decoder.
-        max_distance: where the last bucket begins.
+        max_distance: all distances of at least this number share the last bucket.
 
     Returns:
         The score_mod.
@@ -33,7 +34,8 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
     Raises:
         ArgumentError, ShapeError, DTypeError: an argument is not as described.
         OptionError: there are fewer than 2 buckets on a side, their number is odd with
-            `bidirectional`, or `max_distance` is not beyond the single distances.
+            `bidirectional`, or `max_distance` is not larger than the number of buckets with one
+            distance.
 
     Source: Raffel et al. 2020 (T5), arXiv:1910.10683; buckets as in Mesh TensorFlow.
 
@@ -75,7 +77,7 @@ def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128
 
 
 def _buckets(count: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance, int32 [max_distance + 1], by T5's float32 arithmetic."""
+    """Return the bucket of each distance, int32 [max_distance + 1], with T5's float32 rounding."""
     distance = torch.arange(max_distance + 1, device="cpu")
     exact = count // 2
     scaled = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)

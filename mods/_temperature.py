@@ -1,4 +1,4 @@
-"""Scale scores by the logarithm of the number of keys."""
+"""score_mods that scale scores by the logarithm of the number of keys."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnkit.mods._check import extent, int_tensor, shape_text, table, whole
 
 
 def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
-    """Multiplies the scores of a row with n keys by `max(1, log(n) / log(trained))`.
+    """Build a score_mod that scales scores in a row of n keys by `max(1, log(n) / log(trained))`.
 
     Qwen's `use_logn_attn` is `log_length(seq_length)`. Queries that follow a cache of c keys need
     `.shift(q=c)`, so that row q has `q + c + 1` keys.
 
     Args:
-        trained: sequence length in training, from 2 on.
+        trained: sequence length in training, at least 2.
         length: n for all rows, an int, or int [B] per batch entry; None for causal attention,
             where row q has `n = q + 1` keys.
 
@@ -58,9 +58,10 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
 
 
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
-    """Multiplies the scores of a row with n keys by `scale[h] * log(n)`: attention stays focused.
+    """Build a score_mod that scales scores in a row of n keys by `scale[h] * log(n)`.
 
-    Queries that follow a cache of c keys need `.shift(q=c)`, so that row q has `q + c + 1` keys.
+    The factor keeps attention focused on few keys if n is large. Queries that follow a cache of c
+    keys need `.shift(q=c)`, so that row q has `q + c + 1` keys.
 
     Args:
         scale: float [H], learned.

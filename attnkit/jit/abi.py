@@ -1,13 +1,13 @@
-"""Lay out the arguments of a call for the C interface of a compiled function, and check them.
+"""Check the arguments of a kernel call and pack them for the C interface of the compiled function.
 
-A function takes an array of pointers. A tensor's pointer is to a structure of its address, its
-dynamic sizes and its dynamic strides. A number's pointer, and the stream's, is to the value. The
-last pointer is to an int for the status. Sequences of tensors are flattened. All values of a call
-are in one buffer.
+The compiled host function takes an array of pointers, one per argument. For a tensor, the pointer
+points to a struct of the address, the dynamic sizes and the dynamic strides. For a number or the
+stream, it points to the value. The last pointer points to an int that receives the status.
+Sequences of tensors are flattened. All values of a call are in one buffer.
 
-`Signature.gather` checks the arguments of every launch that is not a relaunch and reads addresses,
-sizes and strides from them. It runs Python text that is generated for the kernel's arguments: for a
-tensor [n, 8] of float32 and an Int32
+`Signature.gather` checks the arguments of every launch (except relaunches) and reads addresses,
+sizes and strides from them. It runs a Python function that is generated for the kernel's arguments.
+For a float32 tensor [n, 8] and an Int32, the function is
 
     def gather(arguments, stream):
         a0, a1, = arguments
@@ -19,8 +19,9 @@ tensor [n, 8] of float32 and an Int32
         if a1.__class__ not in (int, bool): return None
         return (p0, n0_0, s0_0, a1, stream(device), ), device
 
-If a check fails, `gather` calls `Signature.checked`, which is slower. It accepts what is harmless,
-such as any stride of an axis of size 1, and raises an error that names the argument otherwise.
+If a check fails, `gather` calls the slower `Signature.checked`. It accepts arguments that differ in
+a harmless way, such as in the stride of an axis of size 1. For other arguments it raises an error
+that names the argument.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ import torch
 from attnkit.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from attnkit.jit.arg_specs import NUMBERS, Dim, Extent, NumberSpec, Spec, StreamSpec, TensorSpec
 
-# Values to pack, and the index of the tensors' device: -1 for the CPU, and if there are no tensors.
+# (values to pack, index of the tensors' device); the index is -1 for the CPU or without tensors.
 Gathered: TypeAlias = tuple[Sequence[Any], int]
-Stream: TypeAlias = Callable[[int], int]  # handle of the stream to use on a device
+Stream: TypeAlias = Callable[[int], int]  # device index -> handle of the stream to use
 
 
 class Signature:
-    """Describes the flattened arguments of a compiled function, and checks those of a call.
+    """Describes the flattened arguments of a compiled function; checks and reads those of a call.
 
     Attributes:
-        specs: one for each argument and for the stream, in order.
+        specs: one spec for each argument and for the stream, in order.
         arity: number of arguments of a call, without the stream.
     """
 
@@ -56,7 +57,7 @@ class Signature:
 
     @cached_property
     def layout(self) -> tuple[struct.Struct, list[int]]:
-        """Return how a call's values are packed, and the byte offsets of arguments and status."""
+        """Return (struct format of all values of a call, byte offsets of arguments and status)."""
         code, size, offsets = "<", 0, []
         for spec in self.specs:
             code, size = _padded(code, size, 8)
@@ -73,8 +74,8 @@ class Signature:
 
     @cached_property
     def _generated(self) -> Callable[[Sequence[Any], Stream], Gathered | None]:
-        """Compile the function `gather` that the top of this file shows."""
-        # The text consists of integers and of names that this module makes up.
+        """Return the generated function `gather` (see the module docstring)."""
+        # The generated text contains only integers and names that this module defines.
         names: dict[str, Any] = {
             f"dtype{i}": getattr(torch, spec.dtype)
             for i, spec in enumerate(self.specs)
@@ -85,15 +86,16 @@ class Signature:
         return gather
 
     def gather(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """Check the arguments of a call, and read the values to pass from them.
+        """Check the arguments of a call; return (values to pack, device index).
 
         Args:
             arguments: tensors and Python numbers.
-            stream: gives the stream for a device; called once, after all checks.
+            stream: function that returns the stream handle for a device index. It is called once,
+                after all checks.
 
         Raises:
-            ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
-                kernel was compiled for.
+            ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not match the
+                signature that the kernel was compiled for.
         """
         try:
             gathered = self._generated(arguments, stream)
@@ -102,9 +104,9 @@ class Signature:
         return self.checked(arguments, stream) if gathered is None else gathered
 
     def checked(self, arguments: Sequence[Any], stream: Stream) -> Gathered:
-        """Check and read arguments as `gather` does, but name in the error what does not fit.
+        """Slow path of `gather`: check every argument and name the wrong one in the error.
 
-        The stride of an axis of size 1 has no effect, so one that does not fit is replaced.
+        The stride of an axis of size 1 has no effect, so a stride that does not match is replaced.
         """
         if len(arguments) != self.arity:
             raise ArgumentError(
@@ -132,10 +134,10 @@ class Signature:
 
 
 def _structures(spec: Spec) -> list[str]:
-    """Return the `struct` letters of an argument's values.
+    """Return the `struct` format letters of an argument, one string per C struct.
 
-    A number or a stream has one string. A tensor has three: for its address, its dynamic sizes and
-    its dynamic strides.
+    A number or a stream has one string. A tensor has three strings: for its address, its dynamic
+    sizes and its dynamic strides.
     """
     if isinstance(spec, NumberSpec):
         return [NUMBERS[spec.kind]]
@@ -146,12 +148,12 @@ def _structures(spec: Spec) -> list[str]:
 
 
 def _padded(code: str, size: int, align: int) -> tuple[str, int]:
-    """Pad a `struct` format and its size in bytes to a multiple of `align`."""
+    """Return a `struct` format and its size, padded to a multiple of `align` bytes."""
     return code + "x" * (-size % align), size + -size % align
 
 
 def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
-    """Generate the lines of the function `gather` that the top of this file shows."""
+    """Generate the source lines of the function `gather` (see the module docstring)."""
     names = "".join(f"a{i}, " for i, s in enumerate(specs) if not isinstance(s, StreamSpec))
     first = next((i for i, s in enumerate(specs) if isinstance(s, TensorSpec)), None)
     values: list[str] = []
@@ -171,7 +173,7 @@ def _gatherer(specs: Sequence[Spec]) -> Iterator[str]:
 
 
 def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[str]:
-    """Generate the lines that check a tensor, and append the names of its values to `values`."""
+    """Generate the lines that check tensor `i`; append the names of its values to `values`."""
     shape = [f"n{i}_{k}" for k in range(len(spec.shape))]
     stride = [f"s{i}_{k}" for k in range(len(spec.shape))]
     yield f"    p{i} = a{i}.data_ptr()"
@@ -195,7 +197,7 @@ def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[st
 
 
 def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
-    """Check a number; `name` is for errors."""
+    """Check a number argument and return it; `name` is its name in error messages."""
     takes = (int, float) if spec.kind.startswith("Float") else (int, bool)
     if not isinstance(x, int | float) or not isinstance(x, takes):
         raise ArgumentError(
@@ -209,7 +211,7 @@ def _number(x: Any, spec: NumberSpec, name: str) -> int | float:
 
 
 def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
-    """Check a tensor; return its address, dynamic sizes and dynamic strides."""
+    """Check a tensor argument; return its address, dynamic sizes and dynamic strides."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"{name}: expected a tensor, got {type(x).__name__}")
     if str(x.dtype) != f"torch.{spec.dtype}":
@@ -228,15 +230,15 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
 
 
 def misplaced(name: str, address: int, align: int) -> ArgumentError:
-    """Build the error for a tensor whose address is not aligned as the kernel needs it."""
+    """Return the error for a tensor whose address is not a multiple of `align` bytes."""
     return ArgumentError(
-        f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the kernel "
-        "was compiled"
+        f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the "
+        "kernel was compiled"
     )
 
 
 def _effective_strides(x: torch.Tensor, spec: TensorSpec) -> list[int]:
-    """Return the strides of a tensor; for axes of size 1, replace those that do not fit."""
+    """Return the strides of `x`, with mismatched strides of axes of size 1 replaced."""
     strides = list(x.stride())
     for axis, (size, want) in enumerate(zip(x.shape, spec.stride, strict=False)):
         if size <= 1 and not _fits(strides[axis], want):
@@ -248,7 +250,7 @@ def _effective_strides(x: torch.Tensor, spec: TensorSpec) -> list[int]:
 
 
 def _fits(n: int, want: Extent) -> bool:
-    """Return whether a size or stride fits what the kernel was compiled for."""
+    """Return whether the size or stride `n` matches the constant or `Dim` of the spec."""
     if isinstance(want, int):
         return n == want
     return n % want.divisibility == 0 and -(1 << want.width - 1) <= n < 1 << want.width - 1

@@ -1,7 +1,7 @@
-"""Describe the arguments of a compiled function as plain values: tensors, numbers, a stream.
+"""Describe the arguments of a compiled function (tensors, numbers, a stream) as plain values.
 
-Specs are read from files, and `abi` generates Python text for them. So each spec checks its own
-values: only names of the tables here and integers pass.
+Specs are read from files, and `abi` generates Python code from them. Each spec therefore checks its
+own fields: only integers and the names in the tables below are allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from attnkit.errors import ArgumentError
 
-# Number types of the DSL, with their codes in `struct`.
+# Number types of the DSL and their format characters in `struct`.
 NUMBERS = {
     "Int8": "b",
     "Uint8": "B",
@@ -47,11 +47,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Dim:
-    """Describes a size or a stride that each call passes.
+    """Describes a dynamic size or stride, whose value each call passes.
 
     Attributes:
-        width: bits in which it is passed, 32 or 64.
-        divisibility: the generated code assumes that it is a multiple of this.
+        width: number of bits of the passed value, 32 or 64.
+        divisibility: the generated code assumes that the value is a multiple of this number.
     """
 
     width: int = 32
@@ -74,8 +74,8 @@ class TensorSpec:
 
     Attributes:
         dtype: name of the torch dtype.
-        shape, stride: for each axis a constant of the kernel, or a `Dim`; in elements.
-        align: the address is a multiple of this number of bytes.
+        shape, stride: for each axis a compile-time constant or a `Dim`, in elements.
+        align: alignment of the address in bytes.
     """
 
     dtype: str
@@ -92,18 +92,18 @@ class TensorSpec:
             or not _is_count(self.align)
         ):
             raise ArgumentError(
-                f"{self!r}: expected a dtype that kernels take, as many sizes as strides, which are "
-                "integers or `Dim`, and a positive alignment"
+                f"{self!r}: expected a dtype that kernels take, as many sizes as strides, which "
+                "are integers or `Dim`, and a positive alignment"
             )
 
     @property
     def dynamic_shapes_mask(self) -> tuple[bool, ...]:
-        """Return for each axis whether calls pass its size."""
+        """Return for each axis whether its size is dynamic."""
         return tuple(isinstance(n, Dim) for n in self.shape)
 
     @property
     def dynamic_strides_mask(self) -> tuple[bool, ...]:
-        """Return for each axis whether calls pass its stride."""
+        """Return for each axis whether its stride is dynamic."""
         return tuple(isinstance(n, Dim) for n in self.stride)
 
     def __str__(self) -> str:
@@ -124,14 +124,14 @@ class NumberSpec:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Stands for the CUDA stream, which is not among the arguments of a call."""
+    """Describes the CUDA stream, which the caller of a kernel does not pass as an argument."""
 
 
 Spec: TypeAlias = TensorSpec | NumberSpec | StreamSpec
 
 
 def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spec]:
-    """Read specs from the fake arguments of `cute.compile`; flatten sequences, and skip None.
+    """Yield the specs of the fake arguments of `cute.compile`; flatten sequences and skip None.
 
     Raises:
         ArgumentError: an argument is not a fake tensor, a number of the DSL, a sequence of these, a
@@ -158,7 +158,7 @@ def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spe
 
 
 def _tensor(fake: Any, name: str) -> TensorSpec:
-    """Read the spec of a fake tensor; `name` is for errors."""
+    """Return the spec of a fake tensor; `name` is its name in error messages."""
     dtype = _DTYPES.get(fake.element_type.__name__)
     if dtype is None:
         raise ArgumentError(f"{name}: torch has no dtype for {fake.element_type.__name__}")
@@ -173,7 +173,7 @@ def _tensor(fake: Any, name: str) -> TensorSpec:
 
 def _extents(values: Sequence[Any], dynamic: Sequence[int], width: int) -> tuple[Extent, ...]:
     """Convert sizes or strides of a fake tensor to constants and `Dim`s."""
-    # A symbolic integer has its own width; `width` is for the others.
+    # A symbolic integer has its own width; `width` applies to other dynamic values.
     return tuple(
         Dim(int(getattr(n, "width", width)), int(getattr(n, "divisibility", 1))) if d else int(n)
         for n, d in zip(values, dynamic, strict=True)
@@ -181,15 +181,15 @@ def _extents(values: Sequence[Any], dynamic: Sequence[int], width: int) -> tuple
 
 
 def dump_spec(spec: Spec) -> dict[str, Any]:
-    """Convert a spec to plain values for JSON."""
+    """Convert a spec to a dict that JSON can store."""
     return {"is": type(spec).__name__, **asdict(spec)}
 
 
 def load_spec(value: Any) -> Spec:
-    """Convert the values that `dump_spec` returned back to a spec.
+    """Convert a dict that `dump_spec` returned back to a spec.
 
     Raises:
-        ArgumentError: they are not those of a spec.
+        ArgumentError: `value` does not describe a spec.
     """
     try:
         fields = dict(value)
@@ -207,5 +207,5 @@ _KINDS: dict[Any, type[Spec]] = {c.__name__: c for c in (TensorSpec, NumberSpec,
 
 
 def _is_count(n: object) -> bool:
-    """Return whether a value is a positive integer, and not a bool."""
+    """Return whether `n` is a positive int and not a bool."""
     return type(n) is int and n > 0

@@ -1,4 +1,4 @@
-"""Describe a kernel before it is compiled, a `Source`, and as it is stored on disk, an `Artifact`."""
+"""Describe a kernel before compilation (`Source`) and as stored on disk (`Artifact`)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from attnkit.jit.abi import Signature
 from attnkit.jit.arg_specs import dump_spec, load_spec
 from attnkit.util.package import FOLDER
 
-# Copies of attnkit in other folders may share a cache. So PTX text on disk names the files of the
-# package by this prefix, and each copy replaces it by its own path.
+# Copies of attnkit in different folders may share a cache. PTX text on disk therefore names the
+# files of the package with this prefix, and each copy replaces the prefix by its own path.
 _PACKAGE_PREFIX = "<attnkit>/"
-_PTX_LIMIT = 2**28  # bytes; a few compressed ones could become more than the memory
+_PTX_LIMIT = 2**28  # bytes; a small compressed text could otherwise expand beyond the memory
 
 
 class Build(NamedTuple):
-    """Bundles the arguments of `cute.compile`.
+    """Holds the arguments of `cute.compile`.
 
     Attributes:
-        function: a `@cute.jit` callable. It stores its constants itself.
-        arguments: fake tensors, numbers of the DSL, lists of fake tensors, None; the last one is
+        function: a `@cute.jit` callable, which stores compile-time constants as its own state.
+        arguments: fake tensors, numbers of the DSL, lists of fake tensors or None. The last one is
             the stream, `CUstream(0)`.
-        options: "--opt-level=N", or nothing for level 3.
+        options: "--opt-level=N"; an empty string means level 3.
     """
 
     function: Any
@@ -41,17 +41,18 @@ class Build(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Describes a kernel by its key, and says how to build it if it is not in a cache.
+    """Describes a kernel by a cache key and a function that builds the kernel on a cache miss.
 
     Attributes:
-        key: text that names everything on which the generated code depends, and nothing else: the
-            graph, the plan, dtypes, alignments. `kernel.full_key` adds versions, the architecture
-            and a digest of attnkit's own source.
+        key: text that contains exactly the data on which the generated code depends: the graph, the
+            plan, dtypes and alignments. `kernel.full_key` adds versions, the architecture and a
+            digest of attnkit's own source.
         arch: target architecture, such as "sm_90a".
-        build: called only if the kernel is neither in memory nor on disk.
-        name: for reports and messages.
-        lines: whether to store line numbers of the Python program. The machine code is the same,
-            the object larger.
+        build: returns the arguments of `cute.compile`; called only if the kernel is neither in
+            memory nor on disk.
+        name: name of the kernel in reports and error messages.
+        lines: whether to store line numbers of the Python source. They make the object larger but
+            do not change the machine code.
     """
 
     key: str
@@ -62,15 +63,15 @@ class Source:
 
 
 class KernelStats(NamedTuple):
-    """Lists the resources of one device function of a CUBIN.
+    """Holds the resource usage of one device function of a CUBIN.
 
     Attributes:
         name: symbol of the function.
-        registers: per thread at launch; `setmaxnreg` moves them between warpgroups afterwards.
+        registers: registers per thread at launch; `setmaxnreg` may change them later.
         stack: bytes of a thread's stack frame; above 0 if registers were spilled.
         shared: bytes of static shared memory; dynamic shared memory is not counted.
         code: bytes of instructions.
-        threads: threads of a CTA; 0 if the kernel does not fix them.
+        threads: threads per CTA; 0 if the kernel does not fix the number.
     """
 
     name: str
@@ -88,14 +89,13 @@ class Artifact:
     Attributes:
         function: name of the host function in the object.
         arch: target architecture.
-        signature: the arguments.
+        signature: the arguments of the host function.
         stats: registers, stack, shared memory and code size of each device function.
-        problems: what is wrong with the device code, see `sass_checks.problems`.
-        seconds: time that the compilation took.
+        problems: problems of the device code, see `sass_checks.problems`.
+        seconds: duration of the compilation.
         code: host object file, which contains the device code.
-        image: the object linked to a shared library; empty if there was no C compiler.
-        packed_ptx: the device code as PTX text, compressed; a prefix stands for the package's
-            folder in its paths.
+        image: shared library linked from `code`; empty if there was no C compiler.
+        packed_ptx: compressed PTX text. In its paths a prefix replaces the package's folder.
     """
 
     function: str
@@ -110,12 +110,12 @@ class Artifact:
 
     @cached_property
     def ptx(self) -> str:
-        """Return the device code as PTX text, with paths of this copy of attnkit."""
+        """Return the device code as PTX text, with source paths of this copy of attnkit."""
         unpacked = zlib.decompressobj().decompress(self.packed_ptx, _PTX_LIMIT)
         return _with_folder(unpacked.decode(), _PACKAGE_PREFIX, FOLDER)
 
     def dump(self) -> bytes:
-        """Serialize the artifact to bytes for the disk."""
+        """Serialize the artifact to bytes for the disk cache."""
         parts = (self.code, self.image, self.packed_ptx)
         head = {
             "function": self.function,
@@ -131,10 +131,10 @@ class Artifact:
 
     @staticmethod
     def load(data: bytes) -> Artifact:
-        """Deserialize the bytes that `dump` returned.
+        """Create an artifact from the bytes that `dump` returned.
 
         Raises:
-            ArgumentError: they are not those of an artifact.
+            ArgumentError: `data` is not a serialized artifact.
         """
         try:
             start = 8 + struct.unpack_from("<Q", data)[0]
@@ -162,7 +162,7 @@ class Artifact:
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether texts are what is printed and looked up, and numbers are numbers."""
+        """Return whether all texts are printable, all names valid and all numbers in range."""
         texts = (*self.problems, *(s.name for s in self.stats))
         counts = [
             n for s in self.stats for n in (s.registers, s.stack, s.shared, s.code, s.threads)
@@ -178,12 +178,12 @@ class Artifact:
 
 
 def pack_ptx(ptx: str) -> bytes:
-    """Compress PTX text for the disk; `Artifact.ptx` unpacks it."""
+    """Compress PTX text for the disk cache; `Artifact.ptx` decompresses it."""
     return zlib.compress(_with_folder(ptx, FOLDER, _PACKAGE_PREFIX).encode())
 
 
 def _with_folder(ptx: str, source: str, target: str) -> str:
-    """Replace a folder in the paths of a PTX text."""
+    """Replace the path prefix `source` by `target` in the `.file` lines of PTX text."""
     return re.sub(
         rf'^(\s*\.file\s+\d+\s+"){re.escape(source)}', lambda m: m[1] + target, ptx, flags=re.M
     )

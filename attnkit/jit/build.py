@@ -1,6 +1,6 @@
-"""Compile a kernel with the CuTe DSL: from a `Source` to the `Artifact` that is stored on disk.
+"""Compile a `Source` with the CuTe DSL to the `Artifact` that is stored on disk.
 
-Only what compiles a kernel imports this module; a kernel from the disk cache does not need it.
+This module is imported only to compile a kernel. A kernel from the disk cache does not need it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from attnkit.jit.loader import PREFIX, link
 from attnkit.jit.sass_checks import problems
 from attnkit.jit.scratch import scratch_folder
 
-# Python allocates the frames of calls in chunks of 16 KiB, and frees a chunk when the last frame in
-# it returns. If a chunk ends just where a long loop makes its calls, each call maps and unmaps
+# CPython allocates call frames in chunks of 16 KiB and frees a chunk when the last frame in it
+# returns. If a chunk ends exactly where a long loop makes its calls, each call maps and unmaps
 # memory, which took a third of the time of a trace. A function that declares a stack of this many
-# values gets a chunk of 2 MiB instead, and half of it remains for the calls that it makes.
+# values gets a chunk of 2 MiB instead, and half of the chunk remains for the calls that it makes.
 _STACK = 1 << 17
 
-# Options that switch off passes of the DSL, by its version and the architecture. These passes
-# change no kernel, and take a twelfth of the time to compile one (for Blackwell a twentieth).
+# Options that disable passes of the DSL, by DSL version and architecture. These passes change no
+# kernel and take a twelfth of the compilation time (a twentieth for Blackwell).
 _SKIPPED_PASSES = {
     ("4.8.1", "sm_90a"): "use-strength-reduction-pass=false use-nvgpu-optimization-pass=false",
     ("4.8.1", "sm_100a"): "use-strength-reduction-pass=false",
 }
 
-# Bytes of temporary files that a compilation may write: PTX, CUBIN and an object. The largest of
-# 4000 kernels took 2 MiB.
+# Bytes of temporary files (PTX, CUBIN and an object) that a compilation may write. The largest of
+# 4000 kernels needed 2 MiB.
 _ROOM = 2**25
 
-# Machines may share a cache, so the host code must run on any processor of the family.
+# Several machines may share a cache, so the host code must run on any processor of the family.
 _HOSTS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu -mcpu=generic",
@@ -64,7 +64,7 @@ def host_target() -> str:
 
 
 def compile_source(source: Source) -> Artifact:
-    """Compile a source; needs no GPU.
+    """Compile a `Source` to an `Artifact`; this needs no GPU.
 
     Raises:
         OptionError: the build's options are not an optimisation level.
@@ -77,7 +77,7 @@ def compile_source(source: Source) -> Artifact:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector: it would scan all objects of torch and the DSL many times."""
+    """Disable the garbage collector in the `with` block, to save its scans of torch and the DSL."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,7 +88,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _compiled(source: Source) -> Artifact:
-    """Compile, link and check a source; `compile_source` pauses the garbage collector around it."""
+    """Implement `compile_source`, which disables the garbage collector during this call."""
     from cutlass import cute
 
     runtime()  # the DSL needs its symbols to write out an object
@@ -98,7 +98,7 @@ def _compiled(source: Source) -> Artifact:
     with scratch_folder(_ROOM) as folder:
         compiler = cute.compile[_options(build, source, str(folder))]
         with warnings.catch_warnings():
-            # An empty list of tensors is intended, and so is the unrolling of static loops.
+            # Empty lists of tensors and unrolled static loops are intended.
             warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument")
             warnings.filterwarnings("ignore", "This static loop has")
             # `loader.Entry` loads and calls the object, so the DSL needs no engine of its own.
@@ -120,7 +120,7 @@ def _compiled(source: Source) -> Artifact:
 
 
 def _options(build: Build, source: Source, folder: str) -> tuple[Any, ...]:
-    """Build the options of `cute.compile`, which writes PTX and CUBIN files to the folder."""
+    """Return the options of `cute.compile`, which writes PTX and CUBIN files to `folder`."""
     import cutlass
     from cutlass import cute
     from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, HostTarget

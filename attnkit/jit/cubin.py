@@ -1,6 +1,7 @@
-"""Read a CUBIN (an ELF file of compiled device code): its kernels' resources and instructions.
+"""Read the resource usage and the instructions of kernels from a CUBIN (an ELF file).
 
-Needs no CUDA tools. Section and attribute numbers are those that the CUDA binary utilities print.
+This needs no CUDA tools. Section and attribute numbers match the output of the CUDA binary
+utilities.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from attnkit.jit.artifact import KernelStats
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOLS = 2  # type of a symbol table section
 _SYMBOL_BYTES = 24
-_SIZED = 4  # form of an attribute whose value follows it
+_SIZED = 4  # form of an attribute whose length and value follow it
 _REGISTERS, _FRAME, _BLOCK = 0x2F, 0x11, 0x10
 
 
 @dataclass(frozen=True)
 class _Section:
-    """Describes a section of the ELF file; `data` is empty if the file has no bytes of it."""
+    """Holds one section of the ELF file; `data` is empty for sections without bytes in the file."""
 
     name: str
     kind: int
@@ -31,7 +32,7 @@ class _Section:
 
 
 def _sections(cubin: bytes) -> list[_Section]:
-    """Read the sections of a CUBIN."""
+    """Return the ELF sections of a CUBIN."""
     if cubin[:6] != b"\x7fELF\x02\x01" or len(cubin) < 64:
         raise ArgumentError("not a CUBIN: it does not begin as a 64-bit little-endian ELF file")
     try:
@@ -52,12 +53,12 @@ def _data(cubin: bytes, section: tuple[int, ...]) -> bytes:
 
 
 def _string(data: bytes, start: int) -> str:
-    """Read a zero-terminated string."""
+    """Return the zero-terminated string that begins at offset `start`."""
     return data[start : data.index(b"\0", start)].decode()
 
 
 def _symbols(sections: list[_Section]) -> list[str]:
-    """Read the names of all symbols, by their index."""
+    """Return the names of all symbols, in the order of the symbol table."""
     for s in sections:
         if s.kind == _SYMBOLS:
             names = sections[s.link].data
@@ -67,7 +68,7 @@ def _symbols(sections: list[_Section]) -> list[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and value of each attribute that stores its value's length."""
+    """Yield (number, value) of each attribute in a .nv.info section that stores a length."""
     i = 0
     while i + 4 <= len(info):
         form, name, length = struct.unpack_from("<BBH", info, i)
@@ -78,10 +79,10 @@ def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
-    """Read the resources of the kernels of a CUBIN, in the order of their code.
+    """Return the resource usage of each kernel of a CUBIN, in the order of the code sections.
 
     Raises:
-        ArgumentError: it is not a CUBIN, or a part is missing.
+        ArgumentError: `cubin` is not a CUBIN or is incomplete.
     """
     sections = _sections(cubin)
     try:
@@ -102,11 +103,11 @@ def kernel_stats(cubin: bytes) -> tuple[KernelStats, ...]:
 
 
 def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
-    """Read register count, stack frame and CTA size, by (kernel name, attribute number)."""
+    """Return registers, stack bytes and CTA sizes, keyed by (kernel name, attribute number)."""
     symbols = _symbols(sections)
     values: dict[tuple[str, int], int] = {}
     for s in sections:
-        if s.name == ".nv.info":  # of all functions: pairs of symbol and value
+        if s.name == ".nv.info":  # (symbol, value) pairs of all functions
             for name, data in _attributes(s.data):
                 if name in (_REGISTERS, _FRAME):
                     symbol, value = struct.unpack("<II", data)
@@ -120,10 +121,10 @@ def _values(sections: list[_Section]) -> dict[tuple[str, int], int]:
 
 
 def kernel_code(cubin: bytes) -> dict[str, bytes]:
-    """Return the machine code of each kernel of a CUBIN by name, 16 bytes an instruction.
+    """Return the machine code of each kernel of a CUBIN by name, 16 bytes per instruction.
 
     Raises:
-        ArgumentError: it is not a CUBIN.
+        ArgumentError: `cubin` is not a CUBIN.
     """
     return {
         s.name.removeprefix(".text."): s.data

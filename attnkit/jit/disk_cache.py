@@ -1,15 +1,16 @@
-"""Store compiled kernels on disk, one file for each entry, and verify a file when it is read.
+"""Disk cache of compiled kernels: one file per entry, verified whenever it is read.
 
-A file holds a magic number, the lengths of key and content, the sha256 of both, the full text of
-the key, and the content. It is written under another name and renamed, so a reader sees all of it
-or nothing. A file that fails the check counts as a miss and is overwritten. A process that compiles
-an entry holds a lock on it, so that others wait instead of doing the same work. The operating
-system releases the lock when the process ends, and nobody waits longer than `PATIENCE`.
+A file holds a magic number, the lengths of key and content, the sha256 of both, the full key and
+the content. It is written under a temporary name and renamed, so a reader sees either the whole
+file or no file. A file that fails verification counts as a miss and is overwritten. A process that
+compiles an entry holds a lock on the entry, so that other processes wait instead of doing the same
+work. The operating system releases the lock when the process ends, and a process waits for at most
+`PATIENCE` seconds.
 
-The content is native code. So a folder, an entry or a lock that another user could have written is
-ignored, with a warning. The one exception is the folder that ATTNKIT_SHARED_CACHE_DIR names: there
-the owner of the folder is trusted. It is only read, except by an owner who names it as
-ATTNKIT_CACHE_DIR too.
+The content is native code. attnkit therefore ignores a folder, an entry or a lock that another user
+could have written, and warns about the folder. The only exception is the folder that
+ATTNKIT_SHARED_CACHE_DIR names, whose owner is trusted. attnkit only reads from this folder, unless
+ATTNKIT_CACHE_DIR names it too.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ except ImportError:  # Windows: no locks; the last writer wins
 
 FOLDER_VARIABLE = "ATTNKIT_CACHE_DIR"
 SHARED_VARIABLE = "ATTNKIT_SHARED_CACHE_DIR"
-PATIENCE = 300.0  # seconds to wait for another process's compilation
-LIMIT = 2**30  # bytes of all entries; the least recently used are removed first
+PATIENCE = 300.0  # seconds to wait for a compilation in another process
+LIMIT = 2**30  # bytes of all entries; the least recently used entries are removed first
 ENTRY_LIMIT = 2**28  # bytes of one entry
 _MAGIC = b"attnkit kernel\x00\x01"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}sQQ32s")
 _DAY = 86400.0
 _TEMPORARY = "attnkit-new-"  # prefix of files that are being written
 _ENTRY_NAME = re.compile(r"[0-9a-f]{40}\.kernel")
-# Files that a process leaves behind if it is killed: half an entry, the file of a lock.
+# Files that remain after a process is killed: partly written entries and lock files.
 _LEFTOVER_NAME = re.compile(rf"{_TEMPORARY}[a-z0-9_]+|[0-9a-f]{{40}}\.lock")
 
 _warned: set[Path] = set()
@@ -54,11 +55,11 @@ _warned: set[Path] = set()
 def default_folder() -> Path:
     """Return the cache's folder: ATTNKIT_CACHE_DIR, or `attnkit` in the platform's cache folder.
 
-    Where no home directory can be written, it is a folder for this user under the folder for
-    temporary files.
+    If the platform's cache folder is not writable, the result is a folder of this user in the
+    folder for temporary files.
 
     Raises:
-        OptionError: ATTNKIT_CACHE_DIR begins with the home directory of nobody.
+        OptionError: ATTNKIT_CACHE_DIR begins with a home directory ("~user") that does not exist.
     """
     return _named_folder(FOLDER_VARIABLE) or _home_folder() or _temporary_folder()
 
@@ -67,7 +68,7 @@ def shared_folder() -> Path | None:
     """Return the folder that ATTNKIT_SHARED_CACHE_DIR names; None if the variable is not set.
 
     Raises:
-        OptionError: it begins with the home directory of nobody.
+        OptionError: the variable begins with a home directory ("~user") that does not exist.
     """
     return _named_folder(SHARED_VARIABLE)
 
@@ -91,7 +92,7 @@ def _home_folder() -> Path | None:
         base = Path("~/Library/Caches")
     else:
         named = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        # The XDG specification says that a relative path is invalid and to be ignored.
+        # The XDG specification requires that relative paths are ignored.
         base = named if named.is_absolute() else Path("~/.cache")
     try:
         folder = base.expanduser() / "attnkit"
@@ -106,24 +107,24 @@ def _home_folder() -> Path | None:
 
 
 def _temporary_folder() -> Path:
-    """Return a folder for this user under the folder for temporary files."""
+    """Return the path of this user's cache folder inside the folder for temporary files."""
     try:
         base = tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written: a write to the result will say so
+    except FileNotFoundError:  # no folder is writable: a later write will report that
         base = "/tmp"
-    # Windows has a folder for temporary files for each user.
+    # On Windows each user has a separate folder for temporary files.
     return Path(base, f"attnkit-{os.getuid()}" if hasattr(os, "getuid") else "attnkit")
 
 
 class KernelCache:
-    """Reads and writes entries of a folder, one for each key.
+    """Cache that maps text keys to bytes, stored as one file per key in a folder.
 
     Args:
-        folder: the first write creates it; None for `default_folder()`, with `shared_folder()`
-            for entries that are not there.
+        folder: folder of the entries, created by the first write. None means `default_folder()`,
+            with `shared_folder()` as a read-only fallback.
 
     Raises:
-        OptionError: an environment variable names no folder.
+        OptionError: an environment variable names an invalid folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -131,13 +132,13 @@ class KernelCache:
         self.shared = shared_folder() if folder is None else None
 
     def path(self, key: str) -> Path:
-        """Return the path of an entry's file."""
+        """Return the path of the file for `key`, whether or not it exists."""
         return self.folder / _entry_name(key)
 
     def get(self, key: str) -> bytes | None:
-        """Read an entry; None if there is none, it is damaged, or it is not trusted.
+        """Return the content of the entry `key`; None if it is missing, damaged or not trusted.
 
-        Warns once for a folder that is not trusted.
+        Warns once for each folder that is not trusted.
         """
         content = self._get_own(key)
         if content is None and self.shared is not None and self.shared != self.folder:
@@ -145,7 +146,7 @@ class KernelCache:
         return content
 
     def _get_own(self, key: str) -> bytes | None:
-        """Read an entry of this user's folder, and mark it as used."""
+        """Return an entry from `self.folder`, or None; update the time of its last use."""
         if not self._usable():
             return None
         path = self.path(key)
@@ -153,13 +154,13 @@ class KernelCache:
             data, status = trusted_files.read(path, ENTRY_LIMIT)
         except OSError:
             return None
-        if abs(time.time() - status.st_mtime) > _DAY:  # old, or from a clock that was wrong
+        if abs(time.time() - status.st_mtime) > _DAY:  # old, or written with a wrong clock
             with contextlib.suppress(OSError):  # the folder may be read-only
-                os.utime(path)  # mark as used: `_trim` removes the oldest first
+                os.utime(path)  # mark as used: `_trim` removes the oldest entries first
         return _checked(data, key.encode())
 
     def _get_shared(self, key: str, folder: Path) -> bytes | None:
-        """Read an entry of the shared folder, whose owner is trusted."""
+        """Return an entry from the shared `folder`, whose owner is trusted, or None."""
         try:
             owners = (folder.stat().st_uid,)
             reason = trusted_files.reason_to_distrust_folder(folder, owners)
@@ -181,7 +182,7 @@ class KernelCache:
         return _checked(data, key.encode())
 
     def put(self, key: str, content: bytes) -> bool:
-        """Write an entry; return whether that succeeded. Warns once for each folder if not."""
+        """Write an entry and return whether that succeeded; warn once per folder if it failed."""
         text = key.encode()
         digest = hashlib.sha256(text + content).digest()
         header = _HEADER.pack(_MAGIC, len(text), len(content), digest)
@@ -204,17 +205,17 @@ class KernelCache:
         return True
 
     def _create(self) -> None:
-        """Create the folder if there is none; only the owner of a shared one lets others read it."""
+        """Create the folder if it does not exist; other users may read only a shared folder."""
         mode = 0o755 if self.folder == self.shared else 0o700
         self.folder.mkdir(mode=mode, parents=True, exist_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write a file under another name, and rename it."""
+        """Write a file atomically: write to a temporary name, then rename it to `path`."""
         file, name = tempfile.mkstemp(dir=self.folder, prefix=_TEMPORARY)
         try:
             with os.fdopen(file, "wb") as out:
                 out.write(data)
-            if self.folder == self.shared:  # whoever may read the folder may read its entries
+            if self.folder == self.shared:  # users who may read the folder may read its entries
                 os.chmod(name, 0o600 | self.folder.stat().st_mode & 0o044)
             os.replace(name, path)
         except BaseException:
@@ -223,7 +224,7 @@ class KernelCache:
             raise
 
     def _trim(self) -> None:
-        """Remove the least recently used entries beyond the limit, and files of killed processes."""
+        """Remove the least recently used entries above `LIMIT` and files of killed processes."""
         entries = []
         now = time.time()
         try:
@@ -234,7 +235,7 @@ class KernelCache:
             with contextlib.suppress(OSError):  # another process may have removed it
                 status = file.stat(follow_symlinks=False)
                 if _ENTRY_NAME.fullmatch(file.name):
-                    # A clock was wrong when this was used: it counts as the oldest.
+                    # A time in the future comes from a wrong clock and counts as the oldest.
                     used = status.st_mtime if status.st_mtime < now + _DAY else 0.0
                     entries.append((used, status.st_size, file.path))
                 elif _LEFTOVER_NAME.fullmatch(file.name) and abs(now - status.st_mtime) > _DAY:
@@ -249,13 +250,13 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: str, patience: float | None = None) -> Iterator[None]:
-        """Hold the lock of an entry, so that one process at a time compiles it.
+        """Hold the lock of an entry in the `with` block, so that only one process compiles it.
 
-        If the folder allows no locks, or the wait is too long, run the block without one.
+        If the folder does not support locks or the wait is too long, the block runs without a lock.
 
         Args:
-            key: of the entry.
-            patience: seconds to wait; None for `PATIENCE`.
+            key: key of the entry.
+            patience: seconds to wait; None means `PATIENCE`.
         """
         file = self._open_lock(key)
         if file is None:
@@ -268,8 +269,8 @@ class KernelCache:
                 yield
             finally:
                 if held:
-                    # Processes that wait on the removed file then find the entry; later ones create
-                    # a new lock file.
+                    # Processes that wait on the removed file then find the entry. Later processes
+                    # create a new lock file.
                     with contextlib.suppress(OSError):
                         os.unlink(path)
                     fcntl.flock(file, fcntl.LOCK_UN)
@@ -277,7 +278,7 @@ class KernelCache:
             os.close(file)
 
     def _open_lock(self, key: str) -> int | None:
-        """Open the lock file of an entry; None if that is not possible or it is not trusted."""
+        """Return a descriptor of the lock file of an entry; None if not possible or not trusted."""
         if fcntl is None:
             return None
         try:
@@ -308,7 +309,7 @@ class KernelCache:
         return False
 
     def _warn(self, folder: Path, message: str) -> None:
-        """Warn about a folder, once for each."""
+        """Emit a RuntimeWarning, at most one per folder."""
         if folder in _warned:
             return
         _warned.add(folder)
@@ -316,12 +317,12 @@ class KernelCache:
 
 
 def _entry_name(key: str) -> str:
-    """Return the name of an entry's file."""
+    """Return the file name of the entry `key`: 40 hexadecimal digits of its sha256."""
     return f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.kernel"
 
 
 def _checked(data: bytes, key: bytes) -> bytes | None:
-    """Return the content of a file's bytes; None if they are damaged or have another key."""
+    """Return the content from the bytes of a file; None if damaged or written for another key."""
     if len(data) < _HEADER.size:
         return None
     magic, key_length, length, digest = _HEADER.unpack_from(data)
@@ -334,7 +335,7 @@ def _checked(data: bytes, key: bytes) -> bytes | None:
 
 
 def _acquire(file: int, patience: float) -> bool:
-    """Wait for a lock; return False after `patience` seconds, or if the file system has no locks."""
+    """Acquire the lock of `file`; return False on timeout (`patience` seconds) or without locks."""
     end = time.monotonic() + patience
     pause = 0.005
     while True:

@@ -1,6 +1,6 @@
 """Locate the CuTe DSL, identify its build, and load its runtime library.
 
-Nothing here imports the DSL, because a kernel from the disk cache needs its runtime library only.
+This module does not import the DSL: a kernel from the disk cache needs only the runtime library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnkit.errors import UnsupportedError
 
 _PACKAGE = "nvidia_cutlass_dsl"
 _LIBRARY = "libcute_dsl_runtime.so"
-# Settings of the DSL that do not change the code that it generates; attnkit overrides ARCH.
+# Settings of the DSL that do not change the generated code; attnkit overrides ARCH.
 _NEUTRAL = tuple(
     f"CUTE_DSL_{name}"
     for name in "ARCH LIBS CACHE DISABLE_FILE NO_CACHE JIT_ DUMP KEEP LOG PRINT SHOW FILTER".split()
@@ -25,7 +25,7 @@ _NEUTRAL = tuple(
 
 @cache
 def folder() -> Path:
-    """Return the folder of the DSL's package.
+    """Return the installation folder of the package nvidia_cutlass_dsl.
 
     Raises:
         UnsupportedError: the DSL is not installed.
@@ -41,9 +41,10 @@ def folder() -> Path:
 
 
 def library() -> Path:
-    """Return the path of the DSL's runtime library: from CUTE_DSL_LIBS, or in the package.
+    """Return the path of the DSL's runtime library, from CUTE_DSL_LIBS or from the package.
 
-    If there are builds for CUDA 12 and 13, take the one for 12, which older drivers run too.
+    If there are builds for CUDA 12 and 13, the result is the build for CUDA 12, which also runs
+    with older drivers.
 
     Raises:
         UnsupportedError: the library is missing.
@@ -61,10 +62,10 @@ def library() -> Path:
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """Load the DSL's runtime library once, with global symbols.
+    """Load the DSL's runtime library once, with global symbols, and return it.
 
-    The DSL itself needs these symbols to export objects for another architecture than this
-    machine's.
+    The DSL needs these symbols to export objects for an architecture other than that of this
+    machine.
     """
     loaded = ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     loaded.cuda_dialect_get_error_name.restype = ctypes.c_char_p
@@ -72,14 +73,14 @@ def runtime() -> ctypes.CDLL:
 
 
 def error_name(status: int) -> str:
-    """Return the name of a CUDA error from its status code."""
+    """Return the name of the CUDA error with status code `status`."""
     name = runtime().cuda_dialect_get_error_name(ctypes.c_int(status))
     return name.decode() if name else f"CUDA error {status}"
 
 
 @cache
 def identity() -> str:
-    """Return a text that identifies a build of the DSL: version, names and sizes of libraries."""
+    """Return a text that identifies the DSL build: version, library names and library sizes."""
     package = folder() / "dsl_packages" / "cutlass"
     text = Path(package, "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
@@ -89,7 +90,7 @@ def identity() -> str:
 
 
 def settings() -> str:
-    """List the DSL's environment variables that change generated code, as "NAME=value ..."."""
+    """Return the DSL's environment variables that may change code, as "NAME=value ..."."""
     names = sorted(
         k for k in os.environ if k.startswith("CUTE_DSL_") and not k.startswith(_NEUTRAL)
     )

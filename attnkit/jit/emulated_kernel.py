@@ -1,7 +1,7 @@
-"""Call and relaunch a kernel in the emulator as a compiled kernel is called and relaunched on a GPU.
+"""Run a kernel in the emulator with the call and relaunch interface of `CompiledKernel`.
 
-So a repeated call with `backend="emulate"` takes the same path as on a GPU: it passes addresses of
-new tensors, and a counter that the launch before has used.
+A repeated call with `backend="emulate"` thus takes the same path as on a GPU: it passes addresses
+of new tensors, and counters that the previous launch has used.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from attnkit.jit.relaunch import Relaunch
 
 @dataclass(frozen=True, eq=False)
 class EmulatedKernel:
-    """Executes a kernel on CPU tensors.
+    """Kernel that runs in the emulator on CPU tensors, with the interface of `CompiledKernel`.
 
     Attributes:
         source: the kernel.
         work: estimated warp instructions, see `emulation.attention_work`.
-        roles: numbers of warps by role, for reports.
+        roles: maps the name of a role to its warp indices, for reports.
         outputs: indices of the arguments that must not be read before the kernel has written them.
-        counters: index of the tensor of counters that the kernel finds and leaves at zero; None if
-            it has none.
+        counters: index of the argument with the work counters, which are zero before and after a
+            launch; None if the kernel has no counters.
     """
 
     source: Source
@@ -40,14 +40,14 @@ class EmulatedKernel:
     counters: int | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Execute the kernel as the current emulation session says.
+        """Run the kernel in the emulator, in the mode of the current emulation session.
 
         Args:
-            arguments: CPU tensors and Python numbers, as of a call of the compiled kernel.
+            arguments: CPU tensors and Python numbers, as for a call of the compiled kernel.
 
         Raises:
-            AssertionError: the counters are not zero before the launch, or the kernel ran without a
-                fault and did not leave them at zero.
+            AssertionError: the counters are not zero before the launch, or are not zero after a
+                launch without faults.
             UnsupportedError, KernelFault: see `run_emulated`.
         """
         values = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
@@ -61,11 +61,11 @@ class EmulatedKernel:
             clean = run_emulated(code, values, work=self.work, roles=self.roles).ok
         finally:
             if not clean and counters is not None:
-                counters.zero_()  # a kernel that ended early left them anywhere
+                counters.zero_()  # a kernel that ended early leaves arbitrary values
         self._check(counters, "leaves")
 
     def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Relaunch:
-        """Build the function that executes the kernel again with other addresses and numbers.
+        """Return a function that runs the kernel again with new addresses and numbers.
 
         Args:
             arguments: all arguments of an earlier call.
@@ -88,7 +88,7 @@ class EmulatedKernel:
         return relaunch
 
     def _check(self, counters: Tensor | None, verb: str) -> None:
-        """Raise if a counter is not zero, and reset the counters."""
+        """Raise AssertionError if a counter is not zero; reset the counters to zero first."""
         if counters is None or not counters.any():
             return
         values = counters.tolist()
@@ -98,11 +98,11 @@ class EmulatedKernel:
 
 @dataclass(frozen=True)
 class _Form:
-    """Describes a tensor without its memory.
+    """Describes the layout of a tensor without its data.
 
     Attributes:
-        shape, strides, dtype: of the tensor.
-        size: bytes from its first element to the end of its last one.
+        shape, strides, dtype: shape, strides (in elements) and dtype of the tensor.
+        size: bytes from the first element to the end of the last element.
     """
 
     shape: tuple[int, ...]
@@ -112,12 +112,12 @@ class _Form:
 
     @staticmethod
     def of(t: Tensor) -> _Form:
-        """Describe a tensor that has elements."""
+        """Return the layout of a non-empty tensor."""
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         return _Form(tuple(t.shape), t.stride(), t.dtype, (last + 1) * t.element_size())
 
     def at(self, address: int) -> Tensor:
-        """Return the tensor at an address; the caller keeps the memory alive."""
+        """Return a tensor of this layout at `address`; the caller must keep the memory alive."""
         memory = (ctypes.c_ubyte * self.size).from_address(address)
         return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.strides)
 

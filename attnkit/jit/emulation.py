@@ -1,11 +1,11 @@
-"""Configure how kernels run in the emulator: mode, limit on their time, estimates of that time.
+"""Configure how kernels run in the emulator: the mode, the time limit and time estimates.
 
 A `session` sets the mode for the kernels that its `with` block runs, and collects their reports.
-Without a session, each kernel runs once, in eager order. A kernel whose estimated time is above the
+Without a session, each kernel runs once, in eager mode. A kernel whose estimated time is above the
 limit is refused.
 
-This module does not import the emulator, so a call on a GPU can ask for the current session
-cheaply. `emulator_runs` imports it and runs kernels in it.
+This module does not import the emulator, so that a call on a GPU can look up the current session
+cheaply. `emulator_runs` imports the emulator and runs kernels in it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ MODES = ("check", "eager", "adversarial", "race")
 MINUTES = 10.0
 LIMIT_VARIABLE = "ATTNKIT_EMULATE_MINUTES"
 
-# Warp instructions per second of forward kernels on a core that other processes share. An idle core
-# executes two to three times as many.
+# Emulated warp instructions per second, for forward kernels on a busy core. An idle core executes
+# two to three times as many.
 RATES = {"eager": 5e5, "adversarial": 2.5e5, "race": 1.8e5}
-# Measured on forward kernels (64 and 128 columns of heads, plain, causal, ALiBi): 4400 to 5600 warp
-# instructions per block of 128 x 128 scores with two products, 3800 to 5200 per tile of 128 rows.
+# Measured on forward kernels (head_dim 64 and 128; plain, causal and ALiBi): 4400 to 5600 warp
+# instructions per 128 x 128 block of scores with two matrix products, and 3800 to 5200 per tile of
+# 128 rows.
 _PER_PRODUCT = 5 / 32  # warp instructions for one score and one matrix product
 _PER_ROW = 40
 
 
 @dataclass(eq=False)
 class Session:
-    """Describes how kernels run in the emulator, and collects their reports.
+    """Options for running kernels in the emulator, and the reports of the kernels that ran.
 
     Attributes:
-        mode: "eager", "adversarial", "race", or "check" for all of them from the same inputs.
-        seeds: adversarial orders of a check; a single adversarial run takes order `seeds - 1`.
-        minutes: limit on the estimated time of one kernel; None: `limit()`.
+        mode: "eager", "adversarial" or "race"; "check" runs all three from the same inputs.
+        seeds: number of adversarial orders in mode "check". Mode "adversarial" runs only the order
+            `seeds - 1`.
+        minutes: limit on the estimated time of one kernel; None means `limit()`.
         timeline: whether to predict the cycles of each kernel.
-        deterministic: whether a check demands the same bits in every order.
-        execute: whether to execute kernels; if not, outputs stay undefined.
-        ctas: number of persistent CTAs of a kernel; None for the kernel's own small default.
+        deterministic: whether mode "check" requires bitwise equal results in every order.
+        execute: whether to execute kernels; if False, outputs stay undefined.
+        ctas: number of persistent CTAs per kernel; None means the kernel's own small default.
         reports: (name of the kernel, report) of each run, in order.
-        timelines: (name of the kernel, timeline) of each run; empty unless `timeline`.
+        timelines: (name of the kernel, timeline) of each run; empty if `timeline` is False.
     """
 
     mode: str = "eager"
@@ -71,14 +73,14 @@ class Session:
 
     @property
     def runs(self) -> list[str]:
-        """Return the modes in which each kernel runs, in order."""
+        """Return the modes of the runs of each kernel, in order."""
         if self.mode != "check":
             return [self.mode]
         return ["eager", *["adversarial"] * self.seeds, "race"]
 
     @property
     def ok(self) -> bool:
-        """Return whether all kernels ran without an error."""
+        """Return whether all reports are free of errors."""
         return all(report.ok for _, report in self.reports)
 
 
@@ -87,7 +89,7 @@ _session: ContextVar[Session | None] = ContextVar("attnkit emulation session", d
 
 @contextmanager
 def session(**options: Any) -> Iterator[Session]:
-    """Run the kernels of the `with` block as the options of `Session` say; yield the session.
+    """Set the emulation options for kernels that run in the `with` block; yield the `Session`.
 
     >>> from attnkit.jit import emulation
     >>> with emulation.session(mode="check", seeds=2) as session:
@@ -109,12 +111,12 @@ def session(**options: Any) -> Iterator[Session]:
 
 
 def current_session() -> Session | None:
-    """Return the current session, None outside of any."""
+    """Return the session of the innermost `with session(...)` block, or None."""
     return _session.get()
 
 
 def ctas(default: int) -> int:
-    """Return the number of persistent CTAs of an emulated kernel: the session's, else `default`."""
+    """Return the number of persistent CTAs per emulated kernel: `Session.ctas`, else `default`."""
     current = _session.get()
     return default if current is None or current.ctas is None else current.ctas
 
@@ -125,22 +127,22 @@ def attention_work(
     """Estimate how many warp instructions an attention kernel executes.
 
     Args:
-        blocks: (q, kv) blocks that are computed, over all heads and batch elements.
-        tiles: q tiles (kv tiles of a backward pass), over all heads and batch elements.
+        blocks: number of (q, kv) blocks that are computed, over all heads and batch elements.
+        tiles: number of q tiles (kv tiles in the backward), over all heads and batch elements.
         block: rows and columns of a block.
-        products: matrix products per block: 2 forward, 5 backward.
+        products: matrix products per block: 2 in the forward, 5 in the backward.
     """
     scores = blocks * block[0] * block[1]
     return scores * products * _PER_PRODUCT + tiles * block[0] * _PER_ROW
 
 
 def seconds(work: float, modes: Iterable[str]) -> float:
-    """Estimate the seconds that `work` warp instructions take, run once in each of the modes."""
+    """Estimate the seconds for `work` warp instructions, executed once in each of `modes`."""
     return sum(work / RATES[mode] for mode in modes)
 
 
 def limit() -> float:
-    """Return the limit on a kernel's time in minutes: the environment's, or the default.
+    """Return the time limit per kernel in minutes, from ATTNKIT_EMULATE_MINUTES or the default.
 
     Raises:
         OptionError: ATTNKIT_EMULATE_MINUTES is not a positive number.
@@ -156,12 +158,12 @@ def limit() -> float:
 
 
 def refuse_long(name: str, work: float, session: Session) -> None:
-    """Raise an error if a kernel's estimated time is above the limit.
+    """Raise if the estimated emulation time of a kernel is above the limit.
 
     Args:
-        name: of the kernel, for the message.
+        name: name of the kernel, for the error message.
         work: estimated warp instructions; 0 is never refused.
-        session: which modes it runs in, and its limit.
+        session: the session, which gives the modes and the limit.
 
     Raises:
         UnsupportedError: the estimate is above the limit.

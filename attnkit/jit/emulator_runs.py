@@ -1,7 +1,7 @@
-"""Run compiled kernels in the emulator; `backend="emulate"` calls this instead of a GPU.
+"""Run compiled kernels in the emulator instead of on a GPU, for `backend="emulate"`.
 
-Importing this module loads the emulator, so import it inside of the function that emulates. Rooms
-above import the emulator's names from here.
+Importing this module loads the emulator, so callers import it inside the function that needs it.
+Packages above `jit` import the emulator's names from here.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 
 
 class Emulatable(Protocol):
-    """Describes a kernel that the emulator can run, for example a `CompiledKernel`."""
+    """Protocol of a kernel that the emulator can run, for example a `CompiledKernel`."""
 
     name: str
 
     def executable(self) -> emulator.Executable:
-        """Build the emulator's form of the kernel from its PTX and its host code."""
+        """Return the `Executable` of the kernel, built from its PTX and its host code."""
         ...
 
 
 _executables: weakref.WeakKeyDictionary[Any, emulator.Executable] = weakref.WeakKeyDictionary()
 caches.register(_executables.clear)
-# The kernels of a session run one after another, some as programmatic dependents of the last one.
+# The kernels of a session run in stream order, some with programmatic dependent launch.
 _streams: weakref.WeakKeyDictionary[Session, emulator.Stream] = weakref.WeakKeyDictionary()
 
 
@@ -61,22 +61,23 @@ def run_emulated(
     barriers: Mapping[int, str] | None = None,
     roles: Mapping[str, Iterable[int]] | None = None,
 ) -> emulator.Report | emulator.CheckReport:
-    """Execute a kernel on the CPU, as the current session says.
+    """Run a kernel in the emulator with the options of the current session; return the report.
 
     Args:
-        kernel: for example what `jit.kernel.kernel` returns.
-        arguments: as of a call of the kernel: torch CPU tensors and numbers, without the stream;
-            `Undefined(t)` for an output that must not be read before it is written.
+        kernel: the kernel, for example a result of `jit.kernel.kernel`.
+        arguments: arguments of a call of the kernel: torch CPU tensors and numbers, without the
+            stream. `Undefined(t)` marks an output that must not be read before it is written.
         work: estimated warp instructions, see `emulation.attention_work`; 0 is never refused.
-        barriers: names of mbarriers by offset in shared memory, in bytes, for reports.
-        roles: numbers of warps by role, for reports.
+        barriers: maps the shared-memory offset of an mbarrier, in bytes, to its name, for reports.
+        roles: maps the name of a role to its warp indices, for reports.
 
     Returns:
-        The report; outputs are in the tensors.
+        The report. The kernel writes its outputs to the tensors.
 
     Raises:
-        UnsupportedError: no C compiler, an instruction that is not implemented, or too much work.
-        KernelFault: the kernel faulted, and there is no session to keep the report.
+        UnsupportedError: there is no C compiler, an instruction is not implemented, or the
+            estimated time is above the limit.
+        KernelFault: the kernel faulted, and no session collects the report.
     """
     current = current_session()
     session = current or Session()
@@ -113,7 +114,7 @@ def run_emulated(
 
 
 def _executable(kernel: Emulatable) -> emulator.Executable:
-    """Return the emulator's form of a kernel; build it once, because that links its host code."""
+    """Return the cached `Executable` of a kernel; building it links the kernel's host code."""
     executable = _executables.get(kernel)
     if executable is None:
         compiler()  # first, because its error says that the C compiler is missing
@@ -122,10 +123,10 @@ def _executable(kernel: Emulatable) -> emulator.Executable:
 
 
 def launches(kernel: CompiledKernel) -> list[Captured]:
-    """Capture the kernel launches that a call asks CUDA for, by running its host code on the CPU.
+    """Return the CUDA launches that a call of `kernel` makes, by running its host code on the CPU.
 
-    The call gets the smallest tensors that fit, and 1 for each number. In attnkit's kernels the CTA
-    size, the cluster and the shared memory are the same for all tensor sizes.
+    The host code gets the smallest tensors that match the signature, and 1 for each number. In
+    attnkit's kernels the CTA size, the cluster and the shared memory are the same for all sizes.
 
     Raises:
         UnsupportedError: there is no C compiler.
@@ -142,7 +143,7 @@ def launches(kernel: CompiledKernel) -> list[Captured]:
 
 
 def _smallest(spec: TensorSpec) -> torch.Tensor:
-    """Build the smallest CPU tensor that fits a spec, all zeros, aligned as the spec says."""
+    """Return the smallest CPU tensor of zeros that matches `spec`, including its alignment."""
     shape = [_smallest_extent(n) for n in spec.shape]
     stride = [_smallest_extent(n) for n in spec.stride]
     length = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

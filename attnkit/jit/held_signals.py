@@ -1,4 +1,4 @@
-"""Delay Python's signal handlers while C++ code calls Python functions."""
+"""Delay Python signal handlers while the DSL's C++ code calls Python functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
-# Signals whose handlers usually raise an exception or end the process: Ctrl-C, a time-out, a
-# request to stop, the warning of a batch system.
+# Signals whose handlers usually raise an exception or end the process, such as Ctrl-C, a timeout, a
+# termination request or the warning of a batch system.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _HELD = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
 class _Holder:
-    """Replaces a signal handler: remembers a signal while `holding`, and else passes it on."""
+    """Signal handler that records a signal while `holding` is set and else calls `handler`."""
 
     def __init__(self, handler: _Handler) -> None:
         self.handler = handler
@@ -34,20 +34,20 @@ class _Holder:
 
 @contextmanager
 def held_signals() -> Iterator[None]:
-    """Run Python's signal handlers after the `with` block instead of inside of it, each once.
+    """Delay Python signal handlers until the end of the `with` block; each runs at most once.
 
-    Inside of a compilation, a handler may run in a function that the DSL's C++ code has called. If
-    it raises there, as that of Ctrl-C does, the exception is lost or ends the process. Signals
-    without a Python handler act at once. Only the main thread runs handlers; in another thread
-    this does nothing.
+    During a compilation, a handler may run in a function that the DSL's C++ code has called. If the
+    handler raises there, as the handler of Ctrl-C does, the exception is lost or ends the process.
+    Signals without a Python handler are not delayed. Python runs handlers only in the main thread,
+    so this function does nothing in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     holders: dict[int, _Holder] = {}
     try:
-        # An exception may come between any two lines here and below; until `holding` is set and
-        # after it is cleared, a holder does what the handler did.
+        # A signal handler may raise between any two lines here and below. While `holding` is not
+        # set, a holder calls the original handler.
         for number in _HELD:
             handler = signal.getsignal(number)
             if callable(handler):
@@ -57,13 +57,13 @@ def held_signals() -> Iterator[None]:
             holder.holding = True
         yield
     finally:
-        with ExitStack() as rest:  # runs all of them, even if one raises
+        with ExitStack() as rest:  # runs all callbacks, even if one raises
             for number, holder in holders.items():
                 rest.callback(_release, number, holder)
 
 
 def _release(number: int, holder: _Holder) -> None:
-    """Put a signal's handler back, and run it if the signal arrived."""
+    """Restore the original handler of signal `number` and run it if the signal has arrived."""
     holder.holding = False
     signal.signal(number, holder.handler)
     if holder.arrived:

@@ -1,11 +1,11 @@
-"""Get the compiled kernel of a source from memory, from disk or from the compiler, and launch it.
+"""Get the compiled kernel of a `Source` from memory, disk or the compiler, and launch it.
 
     source = Source(key, "sm_90a", lambda: Build(forward, (query, key, value, ..., CUstream(0))))
     kernel(source)(query, key, value, ...)      # on torch's current stream, no synchronisation
 
-The key names everything on which the generated code depends. `build` is called only if no kernel
-with that key is stored. `kernel(source)` touches no GPU; the first call of the kernel on a device
-loads it there. Before capturing a kernel in a CUDA graph, call it once or `prepare` it.
+The key contains everything on which the generated code depends. `build` is called only if no kernel
+with that key is cached. `kernel(source)` does not use a GPU. The first call of the kernel on a
+device loads it there. Before a kernel is captured in a CUDA graph, call it once or `prepare` it.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ __all__ = [
     "runs_on",
 ]
 
-# Folders whose files are not part of a kernel's key: what they decide is in `Source.key` already,
-# or is passed at run time. Every other file of the package is part of it, new files and rooms too.
+# Folders whose files are not part of a kernel's key, because their decisions are already part of
+# `Source.key` or are passed at run time. Every other file of the package is part of the key,
+# including new files and folders.
 _NOT_IN_KEY = frozenset(
     "cli emulator inspection masks mods runtime schedule sparsity testing tracing util".split()
 ) | {"templates/cpu"}
 
 
 class CompiledKernel:
-    """Launches a compiled kernel when called with tensors and numbers.
+    """Compiled kernel that is launched by a call with CUDA tensors and numbers.
 
     Attributes:
-        artifact: what the compiler produced.
-        name: for reports and messages.
+        artifact: the result of the compilation.
+        name: name of the kernel in reports and error messages.
     """
 
     def __init__(self, artifact: Artifact, name: str = "kernel") -> None:
@@ -78,7 +79,7 @@ class CompiledKernel:
 
     @property
     def signature(self) -> Signature:
-        """Return the description of the flattened arguments."""
+        """Return the specs of the flattened arguments."""
         return self.artifact.signature
 
     @property
@@ -92,7 +93,7 @@ class CompiledKernel:
         return self.artifact.ptx
 
     def prepare(self, device: int) -> None:
-        """Load the kernel on a CUDA device, as the first call there would.
+        """Load the kernel on a CUDA device; otherwise the first call on the device loads it.
 
         Raises:
             DeviceError: the kernel was compiled for another architecture.
@@ -113,21 +114,21 @@ class CompiledKernel:
             self._devices.add(device)
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on the current stream of the tensors' device, without waiting for the kernel.
+        """Launch the kernel asynchronously on the current stream of the tensors' device.
 
         Args:
-            arguments: CUDA tensors of one device and Python numbers, in the order of the build's
-                arguments; lists of tensors flattened, without None and without the stream.
+            arguments: CUDA tensors of one device and Python numbers, in the order of
+                `Build.arguments`. Lists of tensors are flattened; None and the stream are left out.
 
         Raises:
-            ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not fit what the
-                kernel was compiled for.
+            ArgumentError, DTypeError, ShapeError, DeviceError: an argument does not match the
+                signature that the kernel was compiled for.
             LaunchError: CUDA reports an error.
         """
         self._start(arguments, *self._gather(arguments, self._stream))
 
     def relauncher(self, arguments: Sequence[Any], changing: Sequence[int]) -> Relaunch:
-        """Build a faster launch function for calls that change some arguments of an earlier call.
+        """Return a faster launch function for calls that change some arguments of an earlier call.
 
         Args:
             arguments: all arguments of the earlier call.
@@ -142,7 +143,7 @@ class CompiledKernel:
         return relauncher(self._entry, self.signature, arguments, changing)
 
     def _start(self, arguments: Sequence[Any], values: Sequence[Any], device: int) -> None:
-        """Launch with the values that `Signature.gather` read, on their device."""
+        """Launch on `device` with the `values` that `Signature.gather` returned."""
         if device == device_index():
             self._launch(arguments, values)
         else:
@@ -150,7 +151,7 @@ class CompiledKernel:
                 self._launch(arguments, values)
 
     def _stream(self, device: int) -> int:
-        """Return torch's current stream of a device; load the kernel there if it is not yet."""
+        """Return torch's current stream of `device`; first load the kernel there if necessary."""
         if device not in self._devices:
             if device < 0:
                 raise DeviceError(
@@ -160,7 +161,7 @@ class CompiledKernel:
         return stream_of(device)
 
     def _launch(self, arguments: Sequence[Any], values: Sequence[Any]) -> None:
-        """Launch on the current device; `arguments` are for errors."""
+        """Launch on the current device; `arguments` are used only for error messages."""
         assert self._entry is not None
         try:
             self._entry(values)
@@ -169,9 +170,9 @@ class CompiledKernel:
             raise
 
     def executable(self) -> Executable:
-        """Build the form of the kernel that the emulator runs on CPU tensors.
+        """Return the `Executable` that runs this kernel in the emulator, on CPU tensors.
 
-        The arguments of a run are those of a call; `emulator.Undefined` marks outputs.
+        A run takes the same arguments as a call of the kernel. `emulator.Undefined` marks outputs.
 
         Raises:
             UnsupportedError: there is no C compiler.
@@ -183,7 +184,7 @@ class CompiledKernel:
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code for an architecture runs on devices of a compute capability.
+    """Return whether code for `arch` runs on devices of compute capability (major, minor).
 
     >>> runs_on("sm_90a", (9, 0)), runs_on("sm_100a", (10, 3)), runs_on("sm_100f", (10, 3))
     (True, False, True)
@@ -195,8 +196,8 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return major == capability[0] and minor <= capability[1]
 
 
-# Kernels in memory; beyond this many the least recently used is dropped, and read from disk if it
-# is needed again. A kernel has 0.05 to 1 MB.
+# Largest number of kernels in memory. If there are more, the least recently used kernel is dropped;
+# it is read from disk if it is needed again. A kernel has 0.05 to 1 MB.
 TABLE_SIZE = 512
 _kernels: dict[Source, CompiledKernel] = {}
 _requested: ContextVar[list[Source] | None] = ContextVar("requested kernel sources", default=None)
@@ -205,7 +206,7 @@ _table_lock = caches.fork_safe_lock()
 
 
 def _forget_kernels() -> None:
-    """Clear the cache of kernels in memory; kernels that a caller still references keep working.
+    """Clear the in-memory cache of kernels; kernels that a caller still references keep working.
 
     Code that was loaded on a device stays there until the process ends (see `loader.Entry`),
     because a captured CUDA graph may launch it.
@@ -215,7 +216,7 @@ def _forget_kernels() -> None:
 
 
 def _known_kernel(source: Source) -> CompiledKernel | None:
-    """Return a kernel of the table, and mark it as used."""
+    """Return the kernel of `source` from the in-memory cache, or None; mark it as recently used."""
     with _table_lock:
         compiled = _kernels.pop(source, None)
         if compiled is not None:
@@ -224,7 +225,7 @@ def _known_kernel(source: Source) -> CompiledKernel | None:
 
 
 def _store_kernel(source: Source, compiled: CompiledKernel) -> None:
-    """Add a kernel to the table, and drop those that were not used for longest."""
+    """Add a kernel to the in-memory cache and drop the least recently used ones if it is full."""
     with _table_lock:
         _kernels[source] = compiled
         while len(_kernels) > TABLE_SIZE:
@@ -236,7 +237,7 @@ caches.register(_forget_kernels)
 
 @contextmanager
 def requested_sources() -> Iterator[list[Source]]:
-    """Record the sources of the kernels that the `with` block requests, each once, in order."""
+    """Yield a list that collects the distinct sources that the `with` block requests, in order."""
     sources: list[Source] = []
     token = _requested.set(sources)
     try:
@@ -246,15 +247,14 @@ def requested_sources() -> Iterator[list[Source]]:
 
 
 def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
-    """Get the kernel of a source from memory or from disk, or else compile and store it.
+    """Return the kernel of `source` from memory or disk; compile and store it on a cache miss.
 
-    Needs no GPU. If several processes need the same kernel at once, one of them compiles it and the
-    others wait, if the file system of the cache has locks.
+    This needs no GPU. If several processes need the same kernel at the same time, one of them
+    compiles it and the others wait, provided the file system of the cache supports locks.
 
     Args:
-        source: what to compile.
-        lines: whether to store line numbers of the Python program, which the emulator's reports
-            name.
+        source: the kernel to compile.
+        lines: whether to store line numbers of the Python source, for the emulator's reports.
 
     Raises:
         UnsupportedError: the CuTe DSL is not installed, and the kernel is not on disk.
@@ -276,16 +276,16 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
 
 
 def _artifact(source: Source) -> Artifact:
-    """Read the artifact of a source from disk, or else compile it and write it there."""
+    """Return the artifact of `source` from disk; compile it and write it to disk on a miss."""
     disk, key = KernelCache(), full_key(source)
     if artifact := _stored_artifact(disk, key):
         return artifact
-    # A kernel from the disk needs none of these.
+    # A kernel from the disk does not need these modules.
     from attnkit.jit.build import compile_source
     from attnkit.jit.held_signals import held_signals
 
     with disk.lock(key):
-        # Another process may have compiled it in the meantime.
+        # Another process may have compiled the kernel in the meantime.
         if artifact := _stored_artifact(disk, key):
             return artifact
         with held_signals():
@@ -295,9 +295,9 @@ def _artifact(source: Source) -> Artifact:
 
 
 def _stored_artifact(disk: KernelCache, key: str) -> Artifact | None:
-    """Read an artifact from disk; None if there is none.
+    """Return the artifact with `key` from disk; None if it is missing or invalid.
 
-    One that was not linked, because there was no C compiler, is linked now if there is one.
+    An artifact that was stored without a linked image is linked now, if there is a C compiler.
     """
     data = disk.get(key)
     if data is None:
@@ -313,7 +313,7 @@ def _stored_artifact(disk: KernelCache, key: str) -> Artifact | None:
 
 
 def full_key(source: Source) -> str:
-    """Return the key on disk: a source's key, and all else on which the generated code depends."""
+    """Return the disk cache key: `source.key` plus versions, settings, host and source digest."""
     lines = [
         f"attnkit {_sources()}",
         f"dsl {identity()}",
@@ -328,18 +328,18 @@ def full_key(source: Source) -> str:
 
 @cache
 def _sources() -> str:
-    """Compute a digest of attnkit's own source once: an edited template is another kernel."""
+    """Return a digest of attnkit's own source, so that an edited template gives a new key."""
     return sources_digest(FOLDER)
 
 
 def sources_digest(root: str) -> str:
-    """Compute a digest of the package's files on which compiled kernels depend.
+    """Return a digest of the package's source files on which compiled kernels depend.
 
     Args:
         root: the package's folder.
 
     Returns:
-        32 hexadecimal digits.
+        32 hexadecimal digits of the sha256.
     """
     digest = hashlib.sha256()
     for name, path in _source_files(root):
@@ -349,7 +349,7 @@ def sources_digest(root: str) -> str:
 
 
 def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name below the package and the path of each file that enters the key, in order."""
+    """Yield (name relative to the package, path) of each source file in the key, sorted by name."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda e: e.name):
             name = above + entry.name

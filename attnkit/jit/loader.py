@@ -1,8 +1,8 @@
-"""Link the object that the DSL exports, load it, and call its host function with packed values.
+"""Link the object file that the DSL exports, load it, and call its host function.
 
 If there is a C compiler, the object is linked to a shared library right after compilation. Loading
-that takes well under a millisecond and needs the DSL's runtime library only. Without a C compiler
-the DSL's own linker loads the object, which needs the whole DSL imported.
+the library takes well under a millisecond and needs only the DSL's runtime library. Without a C
+compiler the DSL's own linker loads the object, which imports the whole DSL.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from attnkit.jit.dsl_runtime import error_name, library, runtime
 from attnkit.jit.scratch import places, scratch_folder, warn_once, write_file
 from attnkit.util import caches
 
-PREFIX = "attnkit"  # of the exported symbols
-_LINKER_ROOM = 2**20  # bytes of temporary files of the linker itself
+PREFIX = "attnkit"  # prefix of the exported symbols
+_LINKER_ROOM = 2**20  # bytes for temporary files of the linker itself
 
 
 def link(code: bytes) -> bytes:
-    """Link an exported object to a shared library; return b"" if that is not possible.
+    """Link an exported object file to a shared library and return its bytes; b"" on failure.
 
-    Without a C compiler nothing is linked. If linking fails, a warning says so once. In both cases
-    the DSL's linker loads the object.
+    If linking fails, this function warns once. If linking fails or there is no C compiler, the
+    DSL's linker loads the object file later.
 
     Raises:
         UnsupportedError: there is no room for temporary files.
@@ -40,8 +40,8 @@ def link(code: bytes) -> bytes:
         return b""
     with scratch_folder(2 * len(code) + _LINKER_ROOM) as folder:
         obj, lib = folder / "kernel.o", folder / "kernel.so"
-        # Linking against the runtime records its name as a dependency; `runtime()` has loaded a
-        # library of that name by the time this one is loaded.
+        # Linking against the runtime library records its name as a dependency. `runtime()` loads a
+        # library of that name before the linked library is loaded.
         options = ["-shared", "-nostdlib", "-Wl,-Bsymbolic", "-Wl,-z,noexecstack"]
         try:
             obj.write_bytes(code)
@@ -53,7 +53,7 @@ def link(code: bytes) -> bytes:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "TMPDIR": str(folder)},
-                # The terminal sends Ctrl-C to a group of processes, and would end the linker.
+                # The terminal sends Ctrl-C to the whole process group and would end the linker.
                 process_group=0,
             )
             if not done.returncode:
@@ -69,24 +69,25 @@ def link(code: bytes) -> bytes:
 
 
 def _c_compiler() -> str | None:
-    """Find the C compiler: $CC, or cc, gcc or clang on the path.
+    """Return the path of the C compiler ($CC, cc, gcc or clang), or None.
 
-    This is the emulator's search order, repeated here so that the emulator need not be imported.
+    The emulator searches in the same order. The code is repeated here so that the emulator need not
+    be imported.
     """
     named = os.environ.get("CC", "").split()
     return next(filter(None, map(shutil.which, (*named[:1], "cc", "gcc", "clang"))), None)
 
 
 def _load_library(image: bytes) -> ctypes.CDLL:
-    """Load a shared library from its bytes.
+    """Write the bytes of a shared library to a temporary file, load it and return it.
 
     Raises:
-        LaunchError: it cannot be written or loaded anywhere.
+        LaunchError: no folder allows the library to be written and loaded.
     """
     failures = []
     for place in places():
         try:
-            # Each library needs its own file name: dlopen takes equal names for the same library.
+            # Each library needs a unique file name, because dlopen identifies libraries by name.
             path = write_file(image, ".so", place)
         except OSError as error:
             failures.append(f"{place}: {error.strerror}")
@@ -112,7 +113,7 @@ def _load_library(image: bytes) -> ctypes.CDLL:
 
 
 class _Engine:
-    """Loads an object with the DSL's linker, and gives its functions as attributes."""
+    """Object file loaded by the DSL's linker; its functions are attributes of the instance."""
 
     def __init__(self, code: bytes) -> None:
         from cutlass.cute.runtime import load_module
@@ -127,7 +128,7 @@ class _Engine:
 
 
 class Frame:
-    """Holds the memory of one call: the values, the array of pointers to them, the status."""
+    """Holds the argument buffer of one call: values, array of pointers to the values, status."""
 
     def __init__(self, signature: Signature) -> None:
         packing, offsets = signature.layout
@@ -136,21 +137,21 @@ class Frame:
         base = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * len(offsets))(*[base + n for n in offsets])
         self.count = len(offsets)
-        # a view of length 1, which is read in a fraction of the time of a ctypes attribute
+        # a view of length 1, because reading a ctypes attribute is several times slower
         self.status = memoryview(self.values).cast("B").cast("i")[offsets[-1] // 4 :][:1]
 
 
 class Entry:
-    """Loads a compiled kernel into the process, and launches it on any device it is prepared for.
+    """Compiled kernel loaded into the process, which can be launched on every prepared device.
 
-    Nothing unloads it. The shared library and the device code stay until the process ends, because
-    a captured CUDA graph may launch the code after the last `Entry` is gone.
+    The shared library and the device code are never unloaded, because a captured CUDA graph may
+    launch the code after the last `Entry` is deleted.
 
     Args:
         image: the kernel as a shared library; may be empty.
         code: the kernel as an object file, which is loaded if `image` is empty.
-        function: name of the compiled function.
-        signature: its arguments.
+        function: name of the compiled host function.
+        signature: the arguments of the host function.
     """
 
     def __init__(self, image: bytes, code: bytes, function: str, signature: Signature) -> None:
@@ -158,13 +159,13 @@ class Entry:
         self._library: Any = _load_library(image) if image else _Engine(code)
         self._function = getattr(self._library, f"_mlir_{PREFIX}__mlir_ciface_{function}")
         self._signature = signature
-        self._frames: list[Frame] = []  # the free ones; each call in progress takes one out
+        self._frames: list[Frame] = []  # free frames; each call in progress takes one out
         self._module = ctypes.c_void_p()  # cudaLibrary_t
         self._devices: set[int] = set()
         self._lock = threading.Lock()
 
     def prepare(self, device: int) -> None:
-        """Load the device code on a device and set its attributes there, unless that was done.
+        """Load the device code on `device` and set its function attributes, at the first call.
 
         Raises:
             LaunchError: CUDA reports an error.
@@ -178,7 +179,11 @@ class Entry:
             self._devices.add(device)
 
     def _initialise(self, step: str, *numbers: ctypes.c_int32) -> None:
-        """Call one of the functions that the DSL exports to load device code."""
+        """Call the exported initialization function `step` ("init" or "load_to_device").
+
+        Raises:
+            LaunchError: CUDA reports an error.
+        """
         status, module = ctypes.c_int32(0), ctypes.pointer(self._module)
         slots = [ctypes.addressof(x) for x in (module, *numbers, status)]
         array = (ctypes.c_void_p * len(slots))(*slots)
@@ -189,11 +194,11 @@ class Entry:
             )
 
     def __call__(self, values: Sequence[Any]) -> None:
-        """Launch the kernel with the values of `Signature.gather`.
+        """Launch the kernel with the values that `Signature.gather` returned.
 
         Raises:
             LaunchError: the launch failed.
-            struct.error, OverflowError: a number does not fit its type.
+            struct.error, OverflowError: a number is out of the range of its type.
         """
         try:
             frame = self._frames.pop()
@@ -206,7 +211,7 @@ class Entry:
             self._frames.append(frame)
 
     def launch(self, frame: Frame) -> None:
-        """Launch the kernel with the values in a frame.
+        """Launch the kernel with the values packed in `frame`.
 
         Raises:
             LaunchError: the launch failed.
@@ -218,20 +223,20 @@ class Entry:
             raise LaunchError(f"the launch of a kernel failed: {error_name(status)}")
 
 
-# By the digest of its code. Nothing unloads code, so each is loaded once: a kernel that was dropped
-# from memory and read again must not take more of it.
+# Entries by the digest of their code. Code is never unloaded, so each kernel is loaded only once: a
+# kernel that was dropped from the in-memory cache and read again must not use more memory.
 _entries: dict[bytes, Entry] = {}
 _lock = caches.fork_safe_lock()
 
 
 def loaded_entry(image: bytes, code: bytes, function: str, signature: Signature) -> Entry:
-    """Load a compiled kernel into the process, or return the `Entry` of an earlier load.
+    """Return the `Entry` of a compiled kernel; load the kernel into the process at the first call.
 
     Args:
-        image, code, function, signature: as of `Entry`.
+        image, code, function, signature: see `Entry`.
 
     Raises:
-        LaunchError: it cannot be loaded.
+        LaunchError: the kernel cannot be loaded.
     """
     key = hashlib.sha256(image or code)
     key.update(function.encode())

@@ -1,8 +1,8 @@
-"""Relaunch a kernel with new addresses and numbers, without checking or packing other arguments.
+"""Relaunch a kernel with new addresses and numbers: the fast path of repeated calls on a GPU.
 
-Every repeated call of `flex_attention` on a GPU ends here. So the launch function is Python text
-that is generated for the arguments that change, and compiled once for each layout of them. For a
-kernel in which two tensors and a number change, the text is
+Unchanged arguments are neither checked nor packed again. The launch function is Python source that
+is generated for the arguments that change. It is compiled once for each layout of these arguments.
+For a kernel in which two tensors and a number change, the source is
 
     def relaunch(stream, addresses, numbers=()):
         a0, a1, = addresses
@@ -18,11 +18,11 @@ kernel in which two tensors and a number change, the text is
         launch(values.frame)
         free.append(values)
 
-A loop over the addresses takes twice the time: 1.7 us instead of 0.85 us for five addresses, a
+A loop over the addresses would take twice the time: 1.7 us instead of 0.85 us for five addresses, a
 number and the stream. A whole call of `flex_attention` takes about 11 us.
 
-The next call reuses the memory that holds the values of a call, and writes only what changes. Calls
-that run at the same time in several threads use separate memory.
+Each call reuses the argument buffer of an earlier call and writes only the values that change.
+Concurrent calls from several threads use separate buffers.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from attnkit.util import caches
 
 
 class Relaunch(Protocol):
-    """Launches a kernel again with some arguments replaced, without waiting for it."""
+    """Function that launches a kernel again, asynchronously, with some arguments replaced."""
 
     def __call__(
         self, stream: int, addresses: Sequence[int], numbers: Sequence[int | float] = ()
     ) -> None:
-        """Launch the kernel on a stream.
+        """Launch the kernel on a stream with new addresses and numbers.
 
         Args:
-            stream: handle of a stream of the current device, on which the arguments must be.
-            addresses: of the tensors that change. These must have the device, dtypes, shapes and
-                strides of the earlier ones, which is not checked.
+            stream: handle of a stream of the current device. The arguments must be on this device.
+            addresses: addresses of the tensors that change. The tensors must have the device,
+                dtypes, shapes and strides of the earlier ones; this is not checked.
             numbers: the numbers that change.
 
         Raises:
-            ArgumentError: an address is not aligned as the kernel needs it, or a number does not
-                fit its type.
+            ArgumentError: an address does not have the required alignment, or a number is out of
+                the range of its type.
             LaunchError: CUDA reports an error.
         """
 
@@ -64,13 +64,13 @@ class Relaunch(Protocol):
 def relauncher(
     entry: Entry, signature: Signature, arguments: Sequence[Any], changing: Sequence[int]
 ) -> Relaunch:
-    """Build the function that launches a kernel again.
+    """Return a function that launches a kernel again with new values of the `changing` arguments.
 
     Args:
         entry: the kernel, loaded on the device of the arguments.
-        signature: the kernel's arguments.
-        arguments: those of an earlier call; they are checked. Tensors that do not change must live
-            as long as the result is used.
+        signature: the kernel's signature.
+        arguments: the arguments of an earlier call, which are checked. The caller must keep the
+            tensors that do not change alive as long as it uses the result.
         changing: indices of the arguments that each call passes, in increasing order.
 
     Raises:
@@ -90,7 +90,7 @@ def relauncher(
             tensors.append((offset // 8, spec.align - 1))
         elif isinstance(spec, NumberSpec):
             numbers.append((offset, struct.Struct("<" + NUMBERS[spec.kind])))
-    free: list[_Values] = []  # those that no call uses now
+    free: list[_Values] = []  # buffers that no call is using
     names: dict[str, Any] = {
         "free": free,
         "fresh": lambda: _Values(signature, first, numbers),
@@ -103,12 +103,12 @@ def relauncher(
 
 
 class _Values:
-    """Holds the values of a call in memory, as the previous call left them.
+    """Argument buffer of a relaunch, which keeps the values of the previous call.
 
     Args:
-        signature: the kernel's arguments.
+        signature: the kernel's signature.
         values: all values of a call, see `Signature.gather`.
-        numbers: offset in bytes and format of each number that changes.
+        numbers: (offset in bytes, struct format) of each number that changes.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class _Values:
         self._formats = numbers
 
     def write(self, numbers: Sequence[int | float]) -> None:
-        """Write the numbers that change.
+        """Write the numbers that change to the argument buffer.
 
         Raises:
-            ArgumentError: a number does not fit its type.
+            ArgumentError: a number is out of the range of its type.
         """
         for (offset, kind), number in zip(self._formats, numbers, strict=True):
             try:
@@ -141,12 +141,12 @@ class _Values:
 
 @functools.lru_cache(maxsize=256)
 def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.CodeType:
-    """Generate the function that the top of this file shows, and compile it.
+    """Generate and compile the source of `relaunch` (see the module docstring).
 
     Args:
-        tensors: for each tensor that changes, where its address is written, in words of 8 bytes,
-            and a mask of the address bits that must be zero.
-        stream: where the stream is written, in words; None for a kernel without one.
+        tensors: for each tensor that changes, the offset of its address in the argument buffer (in
+            8-byte words) and a mask of the address bits that must be zero.
+        stream: offset of the stream in words; None for a kernel without a stream argument.
     """
     names = [f"a{i}" for i in range(len(tensors))]
     lines = [f"{''.join(f'{a}, ' for a in names) or '()'} = addresses"]
@@ -158,7 +158,7 @@ def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.Cod
     lines += [f"words[{at}] = {a}" for a, (at, _) in zip(names, tensors, strict=True)]
     if stream is not None:
         lines.append(f"words[{stream}] = stream")
-    # 0.0 == -0.0, so a comparison misses a change of a zero's sign: zeros are always written
+    # 0.0 == -0.0, so the comparison misses a change of a zero's sign: zeros are always written
     lines.append("if numbers != values.numbers or 0 in numbers: values.write(numbers)")
     lines += ["launch(values.frame)", "free.append(values)"]
     text = "\n    ".join(["def relaunch(stream, addresses, numbers=()):", *lines])

@@ -1,19 +1,19 @@
-"""Find problems of compiled device code: spilled registers, serialised products, late fences.
+"""Find problems in compiled device code: spilled registers, serialised WGMMAs, late fences.
 
-The last two are found in the instructions of Hopper code (sm_90a):
+The last two problems are found in the instructions of Hopper code (sm_90a):
 
-- If the assembler cannot prove that no register is written while a warpgroup product reads it, it
-  serialises the products, without an error: it waits after every single one. Only the instructions
-  show that. `loops` counts products and waits.
-- A warp that has written shared memory for products or bulk copies executes a fence of the async
+- If the assembler cannot prove that no register is written while a WGMMA reads it, it serialises
+  the WGMMAs without an error: it inserts a wait after every WGMMA. Only the instructions show this.
+  `loops` counts WGMMAs and waits.
+- A warp that has written shared memory for WGMMAs or bulk copies executes a fence of the async
   proxy and then arrives at a barrier, which waits for the fence. If there is a branch between the
-  two, as at the end of a loop, tensor cores of an H200 sometimes read the old content. With
-  `bar.warp.sync` behind the fence the assembler waits there, and no such read was seen.
-  `late_fences` finds such fences.
+  fence and the barrier, as at the end of a loop, tensor cores of an H200 sometimes read the old
+  content. With `bar.warp.sync` after the fence the assembler waits there, and no such read was
+  observed. `late_fences` finds such fences.
 
 Encodings are those that nvdisasm 13.5 prints for sm_90a. An instruction has 16 bytes, with the
-opcode in the lowest 9 bits. In the upper 8 bytes, bits 46 to 48 name the counter that an
-instruction releases when it is done, and bits 52 to 57 the counters that it waits for.
+opcode in the lowest 9 bits. In the upper 8 bytes, bits 46 to 48 hold the index of the counter that
+an instruction releases when it completes, and bits 52 to 57 the set of counters that it waits for.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from attnkit.jit.cubin import kernel_code, kernel_stats
 _BYTES = 16
 _OPCODE = 0x1FF
 _HGMMA, _WARPGROUP, _FENCE, _BRA = 0x1F0, 0x1C5, 0x1C6, 0x147
-_DEPBAR = 1 << 47  # tells WARPGROUP.DEPBAR, a wait, from WARPGROUP.ARRIVE
-_FEW = 4  # products; a loop with fewer may wait for each one on purpose
+_DEPBAR = 1 << 47  # distinguishes WARPGROUP.DEPBAR (a wait) from WARPGROUP.ARRIVE
+_FEW = 4  # a loop with fewer WGMMAs may wait for each one on purpose
 
 
 def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
-    """Describe what is wrong with the code of a CUBIN, each problem with its kernel's name.
+    """Return a text for each problem in the machine code of a CUBIN, with the kernel's name.
 
-    Spilled registers and serialised products make a kernel slow; a late fence makes it wrong.
+    Spilled registers and serialised WGMMAs make a kernel slow. A late fence makes it wrong.
 
     Args:
         cubin: device code.
-        arch: its architecture; loops and fences are checked for "sm_90a" only.
+        arch: architecture of the code; WGMMAs and fences are checked for "sm_90a" only.
 
     Raises:
-        ArgumentError: it is not a CUBIN.
+        ArgumentError: `cubin` is not a CUBIN.
     """
     texts = [
         f"{s.name}: a stack frame of {s.stack} bytes: registers are spilled"
@@ -65,13 +65,13 @@ def problems(cubin: bytes, arch: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Loop:
-    """Describes a loop: the instructions from the target of a backward branch to the branch.
+    """Describes a loop in machine code: the instructions from a backward branch's target to it.
 
     Attributes:
-        start, end: their addresses in the kernel, in bytes.
+        start, end: byte addresses in the kernel of the first instruction and of the branch.
         products: number of HGMMA instructions.
         waits: number of WARPGROUP.DEPBAR instructions.
-        alone: number of products with a wait between them and the next one.
+        alone: number of HGMMA instructions that a wait follows before the next HGMMA.
     """
 
     start: int
@@ -82,7 +82,7 @@ class Loop:
 
     @property
     def serialised(self) -> bool:
-        """Return whether most products are waited for one by one."""
+        """Return whether a wait follows directly after most of the HGMMA instructions."""
         return self.products >= _FEW and 2 * self.alone > self.products
 
     def __str__(self) -> str:
@@ -94,12 +94,12 @@ class Loop:
 
 
 def loops(code: bytes) -> list[Loop]:
-    """Find the loops of a kernel that contain warpgroup products, inner before outer.
+    """Return the loops of a kernel that contain HGMMA instructions, shortest first.
 
     Args:
-        code: its instructions, for sm_90a.
+        code: the kernel's instructions, for sm_90a.
     """
-    marks = ""  # one character an instruction: p for a product, w for a wait, else a dot
+    marks = ""  # one character per instruction: p for an HGMMA, w for a wait, else a dot
     branches: list[tuple[int, int]] = []
     for i, (low, high) in enumerate(_words(code)):
         opcode = low & _OPCODE
@@ -113,7 +113,7 @@ def loops(code: bytes) -> list[Loop]:
     for start, end in sorted(set(branches), key=lambda b: b[1] - b[0]):
         inside = marks[start : end + 1].replace(".", "")
         if "p" in inside:
-            # the wait that follows the last product may stand at the head of the loop
+            # the wait after the last HGMMA may be at the start of the loop
             alone = (inside + inside[0]).count("pw")
             loop = Loop(start * _BYTES, end * _BYTES, inside.count("p"), inside.count("w"), alone)
             result.append(loop)
@@ -121,14 +121,14 @@ def loops(code: bytes) -> list[Loop]:
 
 
 def _words(code: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the lower and the upper 8 bytes of each instruction."""
+    """Yield (lower 8 bytes, upper 8 bytes) of each instruction."""
     return struct.iter_unpack("<QQ", code[: len(code) // _BYTES * _BYTES])
 
 
 def _target(address: int, low: int, high: int) -> int:
-    """Return the address to which the branch at an address jumps."""
-    # The offset counts words of 4 bytes from the next instruction. Its low 8 bits are bits 16 to
-    # 23 of the instruction, the others bits 34 to 81.
+    """Return the target address of the branch instruction at `address`."""
+    # The offset is in 4-byte words from the next instruction. Its low 8 bits are bits 16 to 23 of
+    # the instruction, its other bits are bits 34 to 81.
     offset = (low >> 34) | ((high & 0x3FFFF) << 30)
     if offset >> 47:
         offset -= 1 << 48
@@ -136,13 +136,13 @@ def _target(address: int, low: int, high: int) -> int:
 
 
 def late_fences(code: bytes) -> list[int]:
-    """Find fences of the async proxy with a branch between them and the wait for them.
+    """Return the addresses of async-proxy fences with a branch between the fence and its wait.
 
     Args:
-        code: a kernel's instructions, for sm_90a.
+        code: the kernel's instructions, for sm_90a.
 
     Returns:
-        Addresses of the fences in the kernel, in bytes.
+        Addresses of the fences relative to the start of the kernel, in bytes.
     """
     words = list(_words(code))
     addresses = []

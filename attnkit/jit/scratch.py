@@ -1,8 +1,8 @@
-"""Choose a folder for temporary files that has room, and remove what killed processes left there.
+"""Provide temporary folders with enough free space, and remove leftovers of killed processes.
 
-The DSL's compiler ends the process if it cannot write a file. So a compilation first looks for a
-folder in which as much as it may need can be written. The folder for temporary files comes first,
-then memory (/dev/shm), the cache folder and /var/tmp.
+The DSL's compiler ends the process if it cannot write a file. A compilation therefore first looks
+for a folder with enough space. The order is: the folder for temporary files, memory (/dev/shm), the
+cache folder, /var/tmp.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from attnkit.jit.disk_cache import default_folder
 from attnkit.jit.trusted_files import reason_to_distrust_place
 
 _PREFIX = "attnkit-scratch-"
-# Folders and files that a process removes unless it is killed: of a compilation, of a kernel that
-# is being loaded, of the emulator. Nothing needs them after a day.
+# Temporary folders and files of compilations, of kernels that are being loaded and of the emulator.
+# A process removes its own unless it is killed. After a day they are no longer needed.
 _LEFTOVER = re.compile(r"attnkit-(scratch|emulator)-[a-z0-9_]{8}(\.so)?")
 _DAY = 86400.0
-# Errors of `posix_fallocate` on file systems that cannot reserve room.
+# Errors of `posix_fallocate` on file systems that cannot reserve space.
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 _warned: set[str] = set()
 
 
 def places() -> Iterator[str]:
-    """Yield the folders in which temporary files may be written, the preferred one first.
+    """Yield the folders in which temporary files may be written, in order of preference.
 
-    A folder in which another user could replace a file is left out, with a warning: the files are
-    native code.
+    A folder in which another user could replace a file is skipped with a warning, because the files
+    are native code.
     """
     folders = ["/dev/shm", str(default_folder()), "/var/tmp"]
-    with contextlib.suppress(FileNotFoundError):  # none can be written
+    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files is writable
         folders.insert(0, tempfile.gettempdir())
     for folder in folders:
         if not os.path.isdir(folder):
@@ -57,16 +57,16 @@ def places() -> Iterator[str]:
 
 @contextmanager
 def scratch_folder(room: int) -> Iterator[Path]:
-    """Create a private folder for temporary files, and remove it after the `with` block.
+    """Create a private temporary folder, yield its path and remove it after the `with` block.
 
-    If the folder for temporary files is full, the new one is elsewhere, and so are all temporary
-    files of the process until the block ends. A warning says so once.
+    If the folder for temporary files is full, the new folder is created elsewhere, and
+    `tempfile.tempdir` of the process is changed until the block ends. A warning is issued once.
 
     Args:
-        room: bytes that must fit.
+        room: required free space in bytes.
 
     Raises:
-        UnsupportedError: no folder has room.
+        UnsupportedError: no folder has enough space.
     """
     place = _place(room)
     _remove_leftovers(place)
@@ -83,10 +83,10 @@ def scratch_folder(room: int) -> Iterator[Path]:
 
 
 def write_file(data: bytes, suffix: str, place: str) -> str:
-    """Write a private file with a name of its own, and return its path.
+    """Write `data` to a new private file with a unique name in the folder `place`; return its path.
 
     Raises:
-        OSError: it cannot be written; nothing is left.
+        OSError: the file cannot be written; a partly written file is removed.
     """
     file, path = tempfile.mkstemp(prefix=_PREFIX, suffix=suffix, dir=place)
     try:
@@ -99,17 +99,17 @@ def write_file(data: bytes, suffix: str, place: str) -> str:
 
 
 def warn_once(problem: str, instead: str) -> None:
-    """Warn that something optional failed and what is used instead, once for each `instead`."""
+    """Emit the RuntimeWarning "`problem`; `instead`", at most once for each `instead`."""
     if instead not in _warned:
         _warned.add(instead)
         warnings.warn(f"{problem}; {instead}", RuntimeWarning, stacklevel=3)
 
 
 def _place(room: int) -> str:
-    """Return the first folder with room.
+    """Return the first folder of `places()` with `room` bytes of free space.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: no folder has enough space.
     """
     failures = []
     for place in places():
@@ -132,9 +132,9 @@ def _place(room: int) -> str:
 
 
 def _reserve(place: str, room: int) -> None:
-    """Raise OSError unless a file of `room` bytes can be written in a folder.
+    """Raise OSError unless a file of `room` bytes can be written in the folder `place`.
 
-    Writing is the only test that also sees quotas and limits of the process.
+    Only a write also detects quotas and limits of the process.
     """
     file, path = tempfile.mkstemp(prefix=_PREFIX, dir=place)
     try:
@@ -153,12 +153,12 @@ def _reserve(place: str, room: int) -> None:
 
 
 def _remove_leftovers(place: str) -> None:
-    """Remove old temporary files that killed processes of this user left in a folder."""
+    """Remove temporary files that killed processes of this user left in `place` over a day ago."""
     now = time.time()
     mine = os.geteuid() if hasattr(os, "geteuid") else 0
     try:
         entries = [e for e in os.scandir(place) if _LEFTOVER.fullmatch(e.name)]
-    except OSError:  # it may be written, but not listed
+    except OSError:  # a writable folder may not be listable
         return
     for entry in entries:
         with contextlib.suppress(OSError):  # another process may have removed it

@@ -1,8 +1,8 @@
-"""Decide whether another user could have written a file, and read files that nobody else could.
+"""Decide whether another user could have written a file, and read only files that are trusted.
 
-A compiled kernel is native code. So its file counts only if it belongs to this user or to root and
-if nobody else may write to it; the same holds for the folder. Systems without such owners (Windows)
-get no check.
+A compiled kernel is native code. Its file is therefore trusted only if the file and its folder
+belong to this user or to root and no other user may write to them. Systems without such owners
+(Windows) are not checked.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 _CHECKED = hasattr(os, "geteuid")
-# A link is refused, and opening a named pipe does not wait for its writer.
+# Refuse symbolic links, and do not block when a named pipe is opened.
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def reason_to_distrust(status: os.stat_result, owners: Collection[int] = ()) -> str:
-    """Return why a file or folder is not trusted; "" if it is.
+    """Return why a file or folder is not trusted, or "" if it is trusted.
 
     Args:
-        status: its status.
+        status: result of `os.stat` for the file or folder.
         owners: uids of other users whose files are trusted too.
     """
     if not _CHECKED:
@@ -36,14 +36,14 @@ def reason_to_distrust(status: os.stat_result, owners: Collection[int] = ()) -> 
 
 
 def reason_to_distrust_folder(path: Path, owners: Collection[int] = ()) -> str:
-    """Return why a folder is not trusted; "" if it is.
+    """Return why a folder is not trusted, or "" if it is trusted.
 
     Args:
-        path: the folder, or a link to it, whose owner must be trusted as well.
-        owners: as of `reason_to_distrust`.
+        path: the folder or a link to it. The owner of the link must be trusted too.
+        owners: see `reason_to_distrust`.
 
     Raises:
-        OSError: it does not exist, or cannot be looked at.
+        OSError: `path` does not exist or its status cannot be read.
     """
     link, status = path.lstat(), path.stat()
     if not stat.S_ISDIR(status.st_mode):
@@ -55,12 +55,12 @@ def reason_to_distrust_folder(path: Path, owners: Collection[int] = ()) -> str:
 
 
 def reason_to_distrust_place(path: str) -> str:
-    """Return why private files in a folder are not safe from other users; "" if they are.
+    """Return why other users could replace private files in a folder, or "" if they cannot.
 
-    Others may write to the folder if its sticky bit keeps them from replacing files.
+    Other users may write to the folder if its sticky bit prevents them from replacing files.
 
     Raises:
-        OSError: it does not exist, or cannot be looked at.
+        OSError: `path` does not exist or its status cannot be read.
     """
     status = os.stat(path)
     if status.st_mode & stat.S_ISVTX and status.st_uid in {0, getattr(os, "geteuid", int)()}:
@@ -69,17 +69,17 @@ def reason_to_distrust_place(path: str) -> str:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600, owners: Collection[int] = ()) -> int:
-    """Open a regular file that is trusted, and return its descriptor.
+    """Open a regular file, check that it is trusted, and return its file descriptor.
 
     Args:
-        path: the file; a link is refused.
-        flags: as of `os.open`.
+        path: the file; a symbolic link is refused.
+        flags: flags of `os.open`.
         mode: permissions of a new file.
-        owners: as of `reason_to_distrust`.
+        owners: see `reason_to_distrust`.
 
     Raises:
-        OSError: it cannot be opened.
-        PermissionError: it is not a regular file, or it is not trusted.
+        OSError: the file cannot be opened.
+        PermissionError: the file is not a regular file or is not trusted.
     """
     file = os.open(path, flags | _SAFE | getattr(os, "O_BINARY", 0), mode)
     try:
@@ -94,15 +94,15 @@ def open_file(path: Path, flags: int, mode: int = 0o600, owners: Collection[int]
 
 
 def read(path: Path, limit: int, owners: Collection[int] = ()) -> tuple[bytes, os.stat_result]:
-    """Read a file that is trusted, and its status.
+    """Read a trusted file; return its content and its status.
 
     Args:
         path: the file.
-        limit: largest size in bytes.
-        owners: as of `reason_to_distrust`.
+        limit: largest allowed size in bytes.
+        owners: see `reason_to_distrust`.
 
     Raises:
-        OSError: it cannot be read, is not trusted, or is too large.
+        OSError: the file cannot be read, is not trusted or is too large.
     """
     with open(open_file(path, os.O_RDONLY, owners=owners), "rb") as file:
         status = os.fstat(file.fileno())
@@ -113,7 +113,7 @@ def read(path: Path, limit: int, owners: Collection[int] = ()) -> tuple[bytes, o
 
 
 def writers(status: os.stat_result) -> str:
-    """List who may write to a file or folder, as text."""
+    """Return a text that lists the users and groups that may write to a file or folder."""
     if not _CHECKED:
         return "whoever the system lets"
     names = [user_name(uid) for uid in sorted({0, status.st_uid})]
@@ -125,7 +125,7 @@ def writers(status: os.stat_result) -> str:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or the number of one that has no name."""
+    """Return the name of a user, or "user <uid>" if the user has no name."""
     try:
         import pwd
 
@@ -135,7 +135,7 @@ def user_name(uid: int) -> str:
 
 
 def group_name(gid: int) -> str:
-    """Return the name of a group, or the number of one that has no name."""
+    """Return the name of a group, or its gid as text if the group has no name."""
     try:
         import grp
 

@@ -1,9 +1,10 @@
-"""Test attention variants against dense attention in float64: `check_variant`, and its strategies.
+"""Test attention variants against dense float64 attention, on random calls: `check_variant`.
 
-In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that repeats a failure. The
-hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
-`score_mods` draw variants; `cases`, `lengths`, `layouts` and `dtypes` draw calls. `cli` imports
-this room, and `python -m attnkit.testing.selfcheck` runs on GPUs on which no kernel was proven.
+In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that reproduces a failure.
+The hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
+`score_mods` draw variants. The strategies `cases`, `lengths`, `layouts` and `dtypes` draw calls.
+`cli` imports this package. `python -m attnkit.testing.selfcheck` runs once on every GPU model on
+which the kernels have not been verified.
 
 >>> from attnkit.masks import sliding_window
 >>> from attnkit.testing import check_variant
@@ -52,7 +53,8 @@ __all__ = [
     "variants",
 ]
 
-# These names need hypothesis, an optional package. `check_case`, which repeats a failure, does not.
+# These names need hypothesis, an optional package. `check_case`, which reproduces a failure, does
+# not need it.
 _WITH_HYPOTHESIS = {
     **dict.fromkeys(("cases", "dtypes", "layouts", "lengths"), "sizes"),
     "check_variant": "check",
@@ -62,7 +64,7 @@ _WITH_HYPOTHESIS = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a name that needs hypothesis when it is first used."""
+    """Import a name of `_WITH_HYPOTHESIS` at its first access and return its value."""
     if name not in _WITH_HYPOTHESIS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("attnkit.testing._require")

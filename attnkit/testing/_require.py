@@ -1,4 +1,4 @@
-"""Raise an error that says what to install if hypothesis is missing; imported before its users."""
+"""Raise `MissingPackageError` on import if hypothesis is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnkit.errors import AttnkitError
 
 
 class MissingPackageError(AttnkitError, ImportError):
-    """Says that a package that an optional part of attnkit needs is not installed."""
+    """Raised when an optional part of attnkit needs a package that is not installed."""
 
 
 if importlib.util.find_spec("hypothesis") is None:

@@ -1,4 +1,4 @@
-"""Compare every backend that can run on a device with the oracle, for one case."""
+"""Compare the results of backends with the float64 oracle, for one case."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from attnkit.testing.tolerance import compare
 from attnkit.testing.user_reference import Reference, reference_rows
 from attnkit.util.arguments import check_type, shown
 
-CERTAIN = 1000.0  # an error this many times too large is not due to rounding
+CERTAIN = 1000.0  # an error that exceeds its limit by this factor is not due to rounding
 
 
 def present_backends(device: torch.device) -> tuple[str, ...]:
-    """List the backends that can run on a device, except the dense reference."""
+    """Return the names of the backends that can run on `device`, except the dense reference."""
     present = []
     for name in BACKENDS:
         if name in ("auto", "eager"):  # an alias; the reference
@@ -49,12 +49,12 @@ def present_backends(device: torch.device) -> tuple[str, ...]:
 
 
 def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
-    """Check the backends that a caller names; None for all that can run on a device.
+    """Check the argument `backends` and return it as a tuple; None gives all that can run.
 
     Raises:
-        DeviceError: the device is meta, on which there is nothing to compare.
-        ArgumentError: it is no sequence.
-        OptionError, UnsupportedError: a backend is unknown, or cannot run here.
+        DeviceError: `device` is meta, whose tensors have no data to compare.
+        ArgumentError: `backends` is not a list or tuple of names.
+        OptionError, UnsupportedError: a backend is unknown, or cannot run on this machine.
     """
     if device.type == "meta":
         raise DeviceError("device='meta' holds no data, so there is nothing to compare; use 'cpu'")
@@ -69,12 +69,12 @@ def chosen_backends(backends: Any, device: torch.device) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds the comparisons of one case.
+    """Holds the comparisons of all backends with the oracle for one case.
 
     Attributes:
-        rows: one for each quantity and backend.
-        tested: gradient -> whether a result of zeros would have failed.
-        nan_score: the place of the first NaN score that is kept; "" if there is none.
+        rows: one comparison for each quantity and backend.
+        tested: maps the name of a gradient to whether an all-zero result would have failed.
+        nan_score: index [b, h, q, kv] of the first unmasked NaN score, as text; "" if none.
     """
 
     rows: list[Row]
@@ -83,14 +83,14 @@ class Compared:
 
 
 class _Samples:
-    """Collects samples of the results that rounding in a dtype allows.
+    """Collects sample results whose errors show how large rounding errors in a dtype can be.
 
-    A sample is a dense reference, or attention in float64 with noise of the size of rounding. A sum
-    over thousands of scores may round to (nearly) the right number by luck, so more samples are
-    taken before a result counts as wrong.
+    A sample is the result of a dense reference, or of float64 attention with noise as large as
+    rounding errors. A sum over thousands of scores may be (nearly) exact by chance, so more samples
+    are taken before a result counts as wrong.
 
     Attributes:
-        results: the samples so far.
+        results: the samples taken so far.
     """
 
     def __init__(self, call: DenseCall, gold: Quantities) -> None:
@@ -102,8 +102,8 @@ class _Samples:
             self.results.append(dense(call))
             self.results.append(perturbed(call, 0))
             return
-        # In float64 the dense reference is the oracle itself. The errors of float32, scaled down by
-        # the ratio of the units in the last place, show how exact the oracle is.
+        # In float64 the dense reference is the oracle itself. The error of float32, scaled by the
+        # ratio of the machine epsilons, estimates the error of the oracle.
         narrow = dataclasses.replace(case, dtype=torch.float32)
         rough = dense(dataclasses.replace(call, case=narrow))
         ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -112,7 +112,7 @@ class _Samples:
         self.add()
 
     def add(self) -> bool:
-        """Add one sample of each kind, at most `SAMPLES` times; return whether any were added."""
+        """Add one sample of each kind; return False if `SAMPLES` of each were already added."""
         if self._count == SAMPLES:
             return False
         self._count += 1
@@ -122,7 +122,7 @@ class _Samples:
 
 
 def _blocks(variant: Variant, case: Case) -> tuple[tuple[int, int] | None, ...]:
-    """List the tile sizes to run with: the plan's (None), the case's unless the mask fixes them."""
+    """Return the tile sizes to test: the plan's (None) and, if the mask allows it, `case.block`."""
     fixed = variant.mask is None or hasattr(variant.mask, "BLOCK_SIZE")
     return (None,) if fixed else (None, case.block)
 
@@ -137,17 +137,17 @@ def backend_rows(
     notes: list[str],
     reference: Reference | None = None,
 ) -> Compared:
-    """Compare outputs and gradients, with the plan's tiles and with the case's.
+    """Compare the outputs and gradients of each backend with the oracle, for each tile size.
 
     Args:
-        variant: what to run.
-        bound: the variant for this case.
-        kept: the dense mask [B, Hq, Sq, Skv]; None without a mask.
+        variant: the variant to run.
+        bound: the variant bound for this case.
+        kept: the dense mask, bool [B, Hq, Sq, Skv]; None without a mask.
         case: sizes, dtype and seed.
         device: where to run.
-        backends: what to compare.
-        notes: receives notes on what is not compared.
-        reference: the user's dense attention, compared with the oracle too.
+        backends: names of the backends to compare.
+        notes: list to which notes on values that are not compared are appended.
+        reference: the user's dense attention, which is also compared with the oracle.
     """
     captured = differentiated(variant.score_mod, bound.score, device)
     call = DenseCall(variant.score_mod, kept, case, captured, device)
@@ -181,13 +181,13 @@ def backend_rows(
 
 
 def _in_doubt(rows: Sequence[Row]) -> bool:
-    """Return whether an error is too large, but small enough to be due to rounding."""
+    """Return whether some rows fail, but every error is below `CERTAIN` times its limit."""
     ratios = [row.ratio for row in rows if not row.ok and row.allowed > 0]
     return any(not row.ok for row in rows) and all(ratio < CERTAIN for ratio in ratios)
 
 
 def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
-    """Say which values are not compared as they are not finite; LSE and maximum may be -inf."""
+    """Return notes on non-finite values that are not compared, apart from LSE and row maxima."""
     notes = []
     names = [name for name in gold if name not in ("lse", "max_scores")]
     lost = sum(int((~gold[name].isfinite()).sum()) for name in names)
@@ -201,7 +201,7 @@ def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
 def _masked_row(
     results: Quantities, gold: Quantities, kept: Tensor | None, case: Case, label: str
 ) -> Row:
-    """Compare fully masked rows and columns, which must be exactly 0, with LSE and maximum -inf."""
+    """Check that fully masked rows and columns give exact zeros, and -inf as LSE and maximum."""
     masked = gold["lse"] == -torch.inf
     wrong = (results["out"][masked] != 0).sum()
     for name in ("lse", "max_scores"):

@@ -1,4 +1,4 @@
-"""Describe one attention call by sizes, dtype, strides and a seed, and draw its tensors."""
+"""Describe one attention call by sizes, dtype, strides and a seed, and create its tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _expanded(shape: Shape, draw: Callable[..., Tensor]) -> Tensor:
     return draw(b, 1, s, d).expand(shape)
 
 
-_WIDEST = 1e30  # of query and key: far beyond it their products leave float64
+_WIDEST = 1e30  # largest `spread`; for much larger query and key, scores overflow float64
 _DRAW = {
     "contiguous": _contiguous,
     "transposed": _transposed,
@@ -69,28 +69,28 @@ LAYOUTS = tuple(_DRAW)
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one attention call: sizes, dtype, strides and seed.
+    """Describes one attention call: sizes, dtype, strides and the seed of its random tensors.
 
     Attributes:
         q_len: query length.
         kv_len: kv length.
         batch: batch size of the query.
         heads: query heads.
-        kv_heads: heads of key and value, a divisor of heads.
-        kv_batch: batch size of key and value, 1 or batch.
+        kv_heads: heads of key and value, a divisor of `heads`.
+        kv_batch: batch size of key and value, 1 or `batch`.
         head_dim: head dim of query and key.
         value_dim: head dim of value.
         dtype: dtype of query, key and value.
         layouts: memory layouts of query, key and value, each one of `LAYOUTS`.
-        block: (q, kv) tile sizes to try in addition to the default ones.
+        block: (q, kv) tile sizes to test in addition to the default ones.
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
         spread: standard deviation of query and key; large values give a peaked softmax.
         seed: seed of the random numbers.
 
     Raises:
-        ShapeError: a size is below 1, or the sizes do not fit together.
-        OptionError: a layout is unknown, or another field is of the wrong type.
-        DTypeError: attention is not computed in the dtype.
+        ShapeError: a size is below 1, or the sizes are inconsistent.
+        OptionError: a layout is unknown, or another field has the wrong type.
+        DTypeError: `dtype` is not a dtype that attention supports.
 
     >>> query, key, value = Case(q_len=5, kv_len=7, heads=2).inputs()
     >>> query.shape, key.shape
@@ -125,10 +125,10 @@ class Case:
             )
 
     def _check_fields(self) -> None:
-        """Check each field alone.
+        """Check the type and range of each field; relations between fields are not checked here.
 
         Raises:
-            OptionError, DTypeError: a field is of the wrong type.
+            OptionError, DTypeError: a field has the wrong type.
             ShapeError: a size is below 1.
         """
         for field in dataclasses.fields(self):
@@ -163,11 +163,11 @@ class Case:
 
     @property
     def dense_shape(self) -> Shape:
-        """Return the shape of the scores, [B, Hq, Sq, Skv]."""
+        """Return the shape [B, Hq, Sq, Skv] of the scores."""
         return self.batch, self.heads, self.q_len, self.kv_len
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        """Draw query, key and value: normal numbers in the case's layouts, which require grad."""
+        """Return random normal query, key and value in the case's layouts; all require grad."""
         generator = torch.Generator().manual_seed(self.seed)
         tensors = []
         for shape, layout, std in zip(
@@ -178,7 +178,7 @@ class Case:
         return tensors[0], tensors[1], tensors[2]
 
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Draw gradients of the output [B, Hq, Sq, Dv] and of the LSE [B, Hq, Sq]."""
+        """Return random gradients of the output [B, Hq, Sq, Dv] and of the LSE [B, Hq, Sq]."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.heads, self.q_len)
         out = self._normal(generator, 1.0, device)(*shape, self.value_dim)
@@ -205,7 +205,7 @@ class Case:
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:
-        """Write the case as Python source, without arguments that equal their default."""
+        """Return the Python expression that creates this case, without default arguments."""
         shown = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

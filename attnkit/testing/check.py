@@ -1,4 +1,4 @@
-"""Test the properties of a variant in one line: `check_variant`."""
+"""Test a variant on many random calls: `check_variant`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.util.arguments import check_dtype, check_seed, check_size, check_ty
 from attnkit.util.devices import resolve_device
 
 SHRINK_SECONDS = 10.0  # time limit for shrinking a failure
-REFUSALS = 200  # give up after so many draws of illegal sizes
+REFUSALS = 200  # give up after this many draws of illegal sizes
 
 Progress = Callable[[int, int], None]
 
@@ -47,32 +47,32 @@ def check_variant(
     code: str = "",
     progress: Progress | None = None,
 ) -> Report:
-    """Check a variant on many calls against dense attention in float64.
+    """Check a variant on many random calls against dense attention in float64.
 
-    Calls differ in lengths (ragged, unequal), batch, heads (grouped too), head dims, dtype,
-    strides, tile sizes, scale and values. For every backend that can run here, and for other tile
-    sizes, the check compares output, LSE, row maxima, the gradients of query, key, value and
-    captured tensors through the output and through the LSE, and fully masked rows and columns. It
-    also compares the trace with the user's function, called with torch tensors, and the tiles with
-    the dense mask. An error may be at most twice that of dense attention in the same dtype
-    (`attnkit.testing.tolerance`).
+    The calls differ in lengths (ragged, unequal), batch, heads (with and without GQA), head dims,
+    dtype, strides, tile sizes, scale and values. The check runs every backend that this machine
+    supports, with several tile sizes. It compares the output, the LSE, the row maxima, fully masked
+    rows and columns, and the gradients of query, key, value and captured tensors, both through the
+    output and through the LSE. It also compares the traced graph with the user's function called
+    with torch tensors, and the tiles with the dense mask. An error may be at most twice that of
+    dense attention in the same dtype (`attnkit.testing.tolerance`).
 
     Args:
-        score_mod: a score_mod, or a whole `Variant`; then pass no mask.
-        mask: a mask, as `block_mask` of `flex_attention`.
-        q_len, kv_len, batch, heads: a size or a range (low, high) to draw from. By default up to
-            200, 200, 3 and 8, less where captured tensors are smaller.
-        dtype: dtype of query, key and value; one, several, or all four if None.
+        score_mod: a score_mod, or a whole `Variant`, in which case `mask` must be None.
+        mask: a mask, as for the argument `block_mask` of `flex_attention`.
+        q_len, kv_len, batch, heads: a size or a range (low, high) to draw from. By default sizes
+            are at most 200, 200, 3 and 8, or less if captured tensors are smaller.
+        dtype: dtype of query, key and value, or several to draw from; None draws from all four.
         examples: number of calls to draw.
         seed: seed of the draws; the same seed draws the same calls.
-        device: where to run; captured tensors must be there.
-        backends: names to compare; all that can run here if None.
-        reference: dense attention of your own, `reference(query, key, value, scale) -> out`, that
-            says what the variant should mean. It is called with float64 query [B, Hq, Sq, D], key
-            [B, Hq, Skv, D] and value [B, Hq, Skv, Dv], with the heads of a group repeated, and its
-            output [B, Hq, Sq, Dv] and gradients are compared with those of your functions. A
-            failure of the backend "reference" says that the two do not mean the same.
-        code: Python source that defines `variant`, for the program that a failure prints; not
+        device: where to run; captured tensors must be on this device.
+        backends: names of the backends to compare; None compares all that can run.
+        reference: your own dense attention, `reference(query, key, value, scale) -> out`, that
+            defines the intended result. It is called with float64 query [B, Hq, Sq, D], key
+            [B, Hq, Skv, D] and value [B, Hq, Skv, Dv], with the heads of a group repeated. Its
+            output [B, Hq, Sq, Dv] and its gradients are compared with those of your functions. A
+            failure of the backend "reference" means that the two differ.
+        code: Python source that defines `variant`, for the program that a failure prints. It is not
             needed for functions that can be imported.
         progress: function that is called with (calls compared, calls to draw).
 
@@ -81,7 +81,7 @@ def check_variant(
 
     Raises:
         CheckError: a comparison failed. Its report has the smallest failing call of the search and
-            a program that repeats it.
+            a program that reproduces the failure.
         ArgumentError: the captured tensors allow none of the sizes that were drawn.
         TraceError, DeviceError, ...: as documented for `flex_attention`.
 
@@ -127,10 +127,10 @@ def check_variant(
 
 
 def _listed(dtypes: Any) -> Sequence[Any]:
-    """Check a sequence of dtypes, and return it.
+    """Check that `dtypes` is a non-empty list or tuple and return it.
 
     Raises:
-        ArgumentError: it is none, or it is empty.
+        ArgumentError: `dtypes` is not a list or tuple, or is empty.
     """
     if not isinstance(dtypes, tuple | list) or not dtypes:
         raise ArgumentError(f"dtype must be a dtype or a list of dtypes, got {shown(dtypes)}")
@@ -157,15 +157,18 @@ def _report(search: _Search, failed: Case | None, seconds: float, code: str) -> 
 
 
 class _Failure(Exception):
-    """Tells hypothesis that a case failed, so that it shrinks the case."""
+    """Raised in a hypothesis example to report a failed case, so that hypothesis shrinks it."""
 
 
 class _Stop(BaseException):
-    """Stops the search. Hypothesis would take a subclass of Exception for a failure."""
+    """Raised to stop the search.
+
+    It derives from BaseException because hypothesis treats an Exception as a failed example.
+    """
 
 
 class _Search:
-    """Draws the cases of one check, and examines each once."""
+    """Runs one check: draws cases with hypothesis and examines each distinct case once."""
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class _Search:
     def run(
         self, limits: Limits, dtype: torch.dtype | Sequence[torch.dtype] | None, seed: int
     ) -> Case | None:
-        """Draw and examine cases; return the smallest one that fails, if any."""
+        """Draw and examine cases; return the smallest failing case, or None if all pass."""
 
         @hypothesis.seed(seed)
         @settings(

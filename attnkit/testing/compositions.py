@@ -1,4 +1,4 @@
-"""Provide hypothesis strategies for the library's masks and mods, combinations and variants."""
+"""Provide hypothesis strategies for library masks and mods, mask combinations and variants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 from attnkit.tracing.mask import Mask
 
-# Calls of the library, each with source that creates its captured tensor. N is the largest length,
-# B the batch size and H the number of heads; n and m are random numbers.
+# (call, source of the captured tensor `t` that the call reads). N is the largest length, B the
+# batch size and H the number of heads; n and m are random numbers.
 Calls = Sequence[tuple[str, str]]
 
 _MASKS: Calls = (
@@ -52,7 +52,8 @@ _MODS: Calls = (
 )
 
 
-# A table of the largest batch and heads serves smaller ones too, but as declared it is refused.
+# Tables have the largest batch size and head count. attnkit refuses a declared table for smaller
+# sizes, so these lines hide the declaration.
 _UNDECLARED = {
     "mods": "return {}.function",
     "masks": (
@@ -64,7 +65,7 @@ _UNDECLARED = {
 
 
 def _library(draw: st.DrawFn, name: str, calls: Calls, limits: Limits) -> Any:
-    """Draw a call of `attnkit.<name>`, run it, and return the mask or mod."""
+    """Draw a call of `attnkit.<name>` from `calls`, run it, and return the mask or mod."""
     check_limits(limits)
     call, table = draw(st.sampled_from(calls))
     holes = {
@@ -88,7 +89,7 @@ def library_masks(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Mask:
     """Draw masks of `attnkit.masks` with random arguments.
 
     Args:
-        limits: the largest sizes that the mask must serve.
+        limits: sizes of the calls that the mask must support.
     """
     mask: Mask = _library(draw, "masks", _MASKS, limits)
     return mask
@@ -99,17 +100,17 @@ def library_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE) -> Callable[..., An
     """Draw mods of `attnkit.mods` with random arguments; learned tensors require grad.
 
     Args:
-        limits: the largest sizes that the mod must serve.
+        limits: sizes of the calls that the mod must support.
     """
     mod: Callable[..., Any] = _library(draw, "mods", _MODS, limits)
     return mod
 
 
 def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
-    """Draw masks: of the library and random ones, combined with `&`, `|`, `^` and `~`.
+    """Draw combinations of library masks and random masks with `&`, `|`, `^` and `~`.
 
     Args:
-        limits: the largest sizes that the mask must serve.
+        limits: sizes of the calls that the mask must support.
     """
     leaves = library_masks(limits) | mask_mods(limits, depth=2).map(Mask)
 
@@ -122,10 +123,10 @@ def masks(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Mask]:
 
 
 def variants(limits: Limits = ANY_SIZE) -> st.SearchStrategy[Variant]:
-    """Draw variants: a mod of the library, a random mod or none, with a mask or none.
+    """Draw variants with a library mod, a random score_mod or none, and with a mask or none.
 
     Args:
-        limits: the largest sizes that the variant must serve.
+        limits: sizes of the calls that the variant must support.
     """
     score_mod = st.none() | library_mods(limits) | score_mods(limits)
     return st.builds(Variant, score_mod, st.none() | masks(limits))

@@ -1,4 +1,4 @@
-"""Run random Python source, and store it with the object that it returns."""
+"""Run generated Python source and remember the source of the object that it returns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ IMPORTS = "import torch\nfrom attnkit import masks, mods\n"
 
 
 def run_drawn(what: str, tables: Sequence[str], seed: int, lines: Sequence[str]) -> Any:
-    """Run source inside a function and return what it returns.
+    """Wrap lines of source in a function, run the function and return its result.
 
     Args:
         what: first part of the function's name.
-        tables: lines that define captured tensors with the generator `random`.
+        tables: lines that define captured tensors with the torch generator `random`.
         seed: seed of that generator.
         lines: the other lines; the last one is a return statement.
 
     Returns:
-        The function's result; `source.remembered` returns its source.
+        The function's result. `source.remembered` returns the source of this object.
     """
     seeded = [f"random = torch.Generator().manual_seed({seed})"] if tables else []
     inner = "\n".join(f"    {line}" for line in [*seeded, *tables, *lines])

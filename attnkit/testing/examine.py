@@ -1,4 +1,4 @@
-"""Check a variant for one case: backends, trace and tiles."""
+"""Check a variant for one case: results of the backends, traced graph and tiles."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from attnkit.util.devices import resolve_device
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """Holds the comparisons of one case, and what was not compared.
+    """Holds the comparisons of one case and notes on what was not compared.
 
     Attributes:
         rows: the comparisons.
         notes: what was not compared, and why.
-        tested: gradient -> whether a result of zeros would have failed.
-        nan_score: the place of the first NaN score that is kept; "" if there is none.
+        tested: maps the name of a gradient to whether an all-zero result would have failed.
+        nan_score: index [b, h, q, kv] of the first unmasked NaN score, as text; "" if none.
     """
 
     rows: tuple[Row, ...]
@@ -41,7 +41,7 @@ class Findings:
 
 
 def bind(variant: Variant, case: Case, device: torch.device) -> Bound:
-    """Bind a variant for a case's sizes, without allocating its tensors.
+    """Bind `variant` for the sizes of `case`, without allocating query, key and value.
 
     Raises:
         BoundsError: the variant's captured tensors do not allow these sizes.
@@ -61,14 +61,17 @@ def examine(
     bound: Bound | None = None,
     reference: Reference | None = None,
 ) -> Findings:
-    """Compare every backend with the oracle, the trace with the function, the tiles with the mask.
+    """Run all comparisons of `variant` for one case.
+
+    These compare every backend with the oracle, the traced graphs with the user's functions, and
+    the tiles with the dense mask.
 
     Args:
-        variant: what to check.
+        variant: the variant to check.
         case: sizes, dtype, strides and seed.
         device: where to run.
-        backends: what to compare.
-        bound: result of `bind` for this case, if there is one already.
+        backends: names of the backends to compare.
+        bound: result of `bind` for this case; None calls `bind`.
         reference: the user's dense attention, see `check_variant`.
     """
     bound = bind(variant, case, device) if bound is None else bound
@@ -84,7 +87,7 @@ def examine(
 
 
 def all_notes(findings: Mapping[Case, Findings]) -> tuple[str, ...]:
-    """Collect the notes of several cases, and say what none of them tested."""
+    """Return the notes of all cases, with added notes on NaN scores and untested gradients."""
     notes = list(dict.fromkeys(note for found in findings.values() for note in found.notes))
     lost = {case: found.nan_score for case, found in findings.items() if found.nan_score}
     if lost:
@@ -112,7 +115,7 @@ def _dense_mask(
     device: torch.device,
     rows: list[Row],
 ) -> Tensor:
-    """Evaluate the dense mask; append rows that compare the trace and the tiles with it."""
+    """Return the dense mask; append rows that compare the traced graph and the tiles with it."""
     function = getattr(variant.mask, "mask_mod", variant.mask)
     kept = plain.dense_mask(function, case.dense_shape, device)
     rows.append(mask_row(kept, traced, case))
@@ -126,7 +129,7 @@ def _dense_mask(
 
 
 def _listed(mask: object, kept: Tensor) -> Tensor:
-    """Expand PyTorch's BlockMask: full blocks keep all, partial blocks what the mask_mod keeps."""
+    """Return the dense mask of a PyTorch BlockMask, whose full blocks ignore the mask_mod."""
     grids = []
     for prefix in ("", "full_"):
         counts = getattr(mask, f"{prefix}kv_num_blocks")
@@ -152,20 +155,22 @@ def check_case(
     reference: Reference | None = None,
     code: str = "",
 ) -> Report:
-    """Check a variant for one case; the program that a failed `check_variant` prints calls this.
+    """Check a variant for one case and return the report.
+
+    The program that a failed `check_variant` prints calls this function.
 
     Args:
-        variant: what to check.
+        variant: the variant to check.
         case: sizes, dtype, strides and seed.
-        device: where to run; the captured tensors must be there.
-        backends: names to compare; all that can run here if None.
+        device: where to run; the captured tensors must be on this device.
+        backends: names of the backends to compare; None compares all that can run.
         reference: the user's dense attention, see `check_variant`.
         code: Python source that defines `variant`, for the report of a failure.
 
     Raises:
         CheckError: a comparison failed.
         BoundsError: the variant's captured tensors do not allow these sizes.
-        ArgumentError, DeviceError, OptionError: an argument is of the wrong type.
+        ArgumentError, DeviceError, OptionError: an argument has the wrong type.
     """
     began = time.perf_counter()
     check_type("variant", variant, Variant, "an attnkit.Variant")

@@ -1,8 +1,8 @@
-"""Provide hypothesis strategies for random mask_mods and score_mods, as Python source.
+"""Provide hypothesis strategies for random mask_mods and score_mods.
 
-A random function is source that is executed, so it traces, differentiates and prints like a user's
-function, and a failure can show it. The grammar keeps integers small, indices inside their tables
-and scores moderate; it limits nothing else.
+A random function is generated as Python source and then executed. It therefore traces,
+differentiates and prints like a user's function, and a failure can print its source. The grammar
+keeps integers small, indices inside their tables and scores moderate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _HEADERS = {"mask": "mask_mod(b, h, q, kv)", "score": "score_mod(score, b, h, q,
 
 
 class _Writer:
-    """Draws expressions and the captured tensors that they read."""
+    """Draws Python source of random expressions and of the captured tensors that they read.
+
+    Methods that draw an expression return its source.
+    """
 
     def __init__(self, draw: st.DrawFn, limits: Limits) -> None:
         check_limits(limits)
@@ -30,21 +33,21 @@ class _Writer:
         self.tables: list[str] = []
 
     def pick(self, *choices: str) -> str:
-        """Draw one of several texts; the first is the simplest."""
+        """Draw one of `choices`; hypothesis shrinks to the first."""
         return self.draw(st.sampled_from(choices))
 
     def number(self, low: int, high: int) -> int:
-        """Draw an int from low to high."""
+        """Draw an int from `low` to `high`, both included."""
         return self.draw(st.integers(low, high))
 
     def divisor(self) -> int:
-        """Draw an int that is not 0, mostly positive."""
+        """Draw a nonzero int; most choices are positive."""
         return self.draw(st.sampled_from([2, 3, 5, 16, 33, -3]))
 
     # --- captured tensors
 
     def load(self, values: str) -> str:
-        """Draw a load: an element of a new captured tensor, indexed in one of many ways."""
+        """Draw a load from a new captured tensor, whose data the source `values` creates."""
         n, span = self.length, 2 * self.length - 1
         shape, index = self.draw(
             st.sampled_from(
@@ -70,12 +73,12 @@ class _Writer:
         return f"{name}[{index}]"
 
     def table(self, values: str, shape: str) -> str:
-        """Define a new captured tensor; return its name."""
+        """Append source that defines a new captured tensor and return the tensor's name."""
         name = f"t{len(self.tables)}"
         self.tables.append(f"{name} = {values.format(shape=shape)}")
         return name
 
-    # --- expressions; `depth` limits how deep they nest
+    # --- expressions; `depth` is the largest nesting depth
 
     def integer(self, depth: int) -> str:
         """Draw an expression of type i32."""
@@ -102,7 +105,7 @@ class _Writer:
         return self.fill(form, self.truth, depth)
 
     def compared(self, depth: int) -> str:
-        """Draw a comparison, or a load from a bool table."""
+        """Draw a bool expression: a comparison, or a load from a bool table."""
         kind = self.number(0, 6)
         if kind == 0:
             return self.pick("(q >= kv)", "(kv < q)", "(q == kv)", "(kv <= 2 * q)")
@@ -118,7 +121,7 @@ class _Writer:
         return f"({self.integer(max(depth - 1, 0))} {sign} {right})"
 
     def real(self, depth: int) -> str:
-        """Draw a float expression whose values are moderate."""
+        """Draw a float expression whose values are not large."""
         if depth == 0 or self.number(0, 4) == 0:
             kind = self.number(0, 3)
             if kind == 3:
@@ -138,7 +141,11 @@ class _Writer:
         return self.fill(form, self.real, depth)
 
     def fill(self, form: str, same: Callable[[int], str], depth: int) -> str:
-        """Fill the fields of a form: a, b of the result's type, t bool, c, d and x numbers."""
+        """Replace the fields of the template `form` by drawn expressions and numbers.
+
+        Fields a and b become expressions that `same` draws, t a bool expression, c an int, d a
+        nonzero int and x a positive float.
+        """
         holes: dict[str, Any] = {}
         for hole, make in (
             ("a", lambda: same(depth - 1)),
@@ -168,7 +175,7 @@ _LEARNED = (
 
 
 def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..., Any]:
-    """Build a function that returns `body`, by executing its source."""
+    """Return the mask_mod or score_mod that computes the expression `body`."""
     lines = [f"def {_HEADERS[kind]}:", f"    return {body}", f"return {kind}_mod"]
     function: Callable[..., Any] = run_drawn(f"{kind}_mod", tables, seed, lines)
     return function
@@ -176,11 +183,11 @@ def _function(kind: str, body: str, tables: list[str], seed: int) -> Callable[..
 
 @st.composite
 def mask_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> Callable[..., Any]:
-    """Draw random functions `mask_mod(b, h, q, kv)` over captured int, bool and float tables.
+    """Draw random functions `mask_mod(b, h, q, kv)` that read captured int, bool and float tables.
 
     Args:
-        limits: the largest sizes that the function must serve.
-        depth: how deep expressions nest.
+        limits: sizes of the calls that the function must support.
+        depth: largest nesting depth of expressions.
     """
     writer = _Writer(draw, limits)
     body = writer.truth(depth)
@@ -189,11 +196,13 @@ def mask_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> 
 
 @st.composite
 def score_mods(draw: st.DrawFn, limits: Limits = ANY_SIZE, *, depth: int = 3) -> Callable[..., Any]:
-    """Draw random differentiable `score_mod(score, b, h, q, kv)`; some tensors require grad.
+    """Draw random differentiable functions `score_mod(score, b, h, q, kv)`.
+
+    Some captured tensors require grad.
 
     Args:
-        limits: the largest sizes that the function must serve.
-        depth: how deep expressions nest.
+        limits: sizes of the calls that the function must support.
+        depth: largest nesting depth of expressions.
     """
     writer = _Writer(draw, limits)
     body = writer.real(depth)

@@ -1,4 +1,4 @@
-"""Compare a variant's GPU kernels, on a GPU or emulated, with dense attention in float64."""
+"""Compare the kernels of a variant, on a GPU or in the emulator, with dense float64 attention."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from attnkit.runtime.variant import Variant
 
 @dataclass(frozen=True)
 class Error:
-    """Describes the error of one result.
+    """Describes the error of one result of a kernel.
 
     Attributes:
         name: name of the result.
-        size: the largest difference from float64; NaN if only one of the two is finite.
-        limit: the largest error that is allowed.
-        why: where the limit comes from.
+        size: largest difference from the float64 result; NaN if either has a NaN.
+        limit: largest allowed error.
+        why: explanation of the limit.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        """Return whether the error is allowed."""
+        """Return whether the error is at most the limit."""
         return self.size <= self.limit
 
     def __str__(self) -> str:
@@ -45,15 +45,15 @@ def compare(
     learned: Sequence[Tensor] = (),
     seed: int = 1,
 ) -> list[Error]:
-    """Run a variant with its kernels and as dense attention in float64, and compare.
+    """Run a variant with its kernels and as dense float64 attention; return the kernels' errors.
 
     Args:
-        variant: what to run.
-        qkv: query, key, value, float16 or bfloat16.
-        backend: "cute", "emulate", or "emulate:" and an architecture.
+        variant: the variant to run.
+        qkv: query, key and value, float16 or bfloat16.
+        backend: "cute", "emulate", or "emulate:" followed by an architecture.
         backward: whether to compare gradients too.
         learned: captured tensors whose gradients are compared.
-        seed: seed of the gradient of the output.
+        seed: seed of the random gradient of the output.
 
     Returns:
         The error of the LSE, of the output and, with `backward`, of each gradient.
@@ -73,9 +73,10 @@ def compare(
         return errors
     names = ["dquery", "dkey", "dvalue", *(f"dcaptured {i}" for i in range(len(learned)))]
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
-    # Kernels compute rowsum(dO O) from the rounded output, which is as if the LSE had the gradient
-    # below. For query, key and value the output has rounded probabilities too, as in dense
-    # attention of 16 bits; for captured tensors, whose gradients sum over whole heads, it has not.
+    # Kernels compute rowsum(dO O) from the rounded output, which has the same effect as the LSE
+    # gradient below. For query, key and value the unrounded output is computed from rounded
+    # probabilities, as in 16-bit dense attention. For captured tensors, whose gradients are sums
+    # over whole heads, it is computed from unrounded probabilities.
     grads_lse = [(grad.float() * (o - rounded.float())).sum(-1).detach() for o in unrounded]
     got = torch.autograd.grad([out], [*inputs, *learned], [grad])
     expected = torch.autograd.grad([exact], [*wide, *learned], [grad.double()])
@@ -96,7 +97,7 @@ def _error(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Error:
 
 
 def _distance(x: Tensor, exact: Tensor) -> float:
-    """Return the largest difference; NaN if only one of the two is finite."""
+    """Return the largest absolute difference; equal infinities count as no difference."""
     difference = (x.detach().double() - exact.detach()).abs()
     return float(difference.masked_fill(x.detach() == exact.detach(), 0).max())
 
@@ -104,14 +105,14 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 def _rounded(
     variant: Variant, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dense attention, rounded where kernels with 16-bit products must round.
+    """Compute dense attention with the rounding steps of kernels whose MMAs take 16-bit operands.
 
-    Scores are float32; the probabilities, their gradients and those of the scores are rounded to
-    the inputs' dtype.
+    Scores are float32. The probabilities, their gradients and the gradients of the scores are
+    rounded to the inputs' dtype.
 
     Returns:
-        Output; LSE; the output before it is rounded; and the same from probabilities that are not
-        rounded either.
+        (output, LSE, output before its rounding, output from unrounded probabilities). The last two
+        are float32.
     """
     dtype, kv_len, group = query.dtype, key.shape[2], query.shape[1] // key.shape[1]
     identity = torch.eye(kv_len, device=key.device).expand(*key.shape[:2], kv_len, kv_len)

@@ -1,4 +1,4 @@
-"""Find the sizes that a variant's captured tensors allow."""
+"""Find the range of batch sizes, heads and lengths for which a variant can be called."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _range(name: str, given: int | Range) -> Range:
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the smallest and largest sizes to draw, both included.
+    """Holds the range of each size from which calls are drawn.
 
     Attributes:
-        q_len, kv_len, batch, heads: (low, high).
+        q_len, kv_len, batch, heads: range (low, high), both included.
 
     Raises:
-        OptionError: one of them is no such range.
+        OptionError: a field is not such a range.
     """
 
     q_len: Range = (1, LENGTH)
@@ -62,10 +62,10 @@ ANY_SIZE = Limits()
 
 
 def check_limits(limits: Any) -> Limits:
-    """Check the type of an argument `limits`, and return it.
+    """Check that the argument `limits` is a `Limits` and return it.
 
     Raises:
-        ArgumentError: it is no `Limits`.
+        ArgumentError: `limits` is not a `Limits`.
     """
     return check_type("limits", limits, Limits, "an attnkit.testing.Limits")
 
@@ -79,12 +79,12 @@ def find_limits(
     batch: int | Range | None = None,
     heads: int | Range | None = None,
 ) -> Limits:
-    """Find the sizes to draw from: the caller's, else as large as the captured tensors allow.
+    """Return the sizes to draw from: the given ones, or ranges that the captured tensors allow.
 
     Args:
-        variant: what will be checked.
-        device: where it will run.
-        q_len, kv_len, batch, heads: a size, a range (low, high), or None to find it.
+        variant: the variant that will be checked.
+        device: where the variant will run.
+        q_len, kv_len, batch, heads: a size, a range (low, high), or None to find a range.
 
     Raises:
         OptionError: an argument is neither a size nor a range.
@@ -107,12 +107,12 @@ def find_limits(
 def cut_notes(
     variant: Variant, device: torch.device, limits: Limits, free: Sequence[str]
 ) -> list[str]:
-    """Say which sizes, of those that nobody gave, the variant cuts, and by what.
+    """Return a note for each size whose range is below the default because of the variant.
 
     Args:
-        variant: what will be checked.
-        device: where it will run.
-        limits: the sizes that `find_limits` found.
+        variant: the variant that will be checked.
+        device: where the variant will run.
+        limits: the result of `find_limits`.
         free: names of the sizes that the caller did not give.
     """
     notes = []
@@ -132,7 +132,7 @@ def cut_notes(
 
 
 def _of_block_mask(variant: Variant) -> dict[str, int]:
-    """Return the sizes that a block mask was built for."""
+    """Return the sizes that the block mask of `variant` was built for; {} without a block mask."""
     mask = variant.mask
     if not isinstance(mask, BlockMask) and not hasattr(mask, "kv_num_blocks"):
         return {}
@@ -141,7 +141,7 @@ def _of_block_mask(variant: Variant) -> dict[str, int]:
 
 
 def _of_mask(variant: Variant) -> dict[str, Range]:
-    """Return the lengths that a mask was built for, as ranges to draw from."""
+    """Return ranges of the lengths that the `Mask` of `variant` allows; {} without a `Mask`."""
     if not isinstance(variant.mask, Mask):
         return {}
     ranges = {}
@@ -152,7 +152,7 @@ def _of_mask(variant: Variant) -> dict[str, Range]:
 
 
 def _of_tables(variant: Variant) -> dict[str, Range]:
-    """Return the batch size and heads of declared tables, as ranges of one size."""
+    """Return the batch size and head count that tables declare, as ranges (count, count)."""
     names = {"b": "batch", "h": "heads"}
     sizes = sizes_for(variant.score_mod, variant.mask)
     return {names[size]: (count, count) for size, count in sizes.items()}
@@ -165,7 +165,7 @@ def _largest(
     fixed: dict[str, Range],
     name: str,
 ) -> int:
-    """Find the largest legal size of one axis by bisection; all other sizes are their smallest."""
+    """Find the largest legal size `name` by bisection, with the smallest of all other sizes."""
     low, high = ranges[name]
     sizes = {n: fixed[n][0] if n in fixed else ranges[n][0] for n in ranges}
     if _legal(variant, device, sizes | {name: high}) or not _legal(variant, device, sizes):
@@ -186,7 +186,7 @@ def _legal(variant: Variant, device: torch.device, sizes: dict[str, int]) -> boo
 def _refusal(
     variant: Variant, device: torch.device, sizes: dict[str, int]
 ) -> BoundsError | ShapeError | None:
-    """Return the error that sizes raise; None if the variant allows them."""
+    """Return the error that `variant` raises for the given sizes; None if it allows them."""
     case = Case(sizes["q_len"], sizes["kv_len"], sizes["batch"], sizes["heads"])
     try:
         bind(variant, case, device)

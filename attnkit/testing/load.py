@@ -1,4 +1,4 @@
-"""Load a variant by name: `load("file.py:name")`, `load("masks:sliding_window(64)")`."""
+"""Load a variant by name, as in `load("file.py:name")` or `load("masks:sliding_window(64)")`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ _KINDS = (
 
 
 def load(target: str, mask: str | None = None) -> Variant:
-    """Load the variant that a target names.
+    """Load the variant that the string `target` names.
 
     Args:
         target: "path/to/file.py:name", "masks:name" or "mods:name". The name may be an attribute
-            ("make.causal"), a call with literal arguments ("sliding_window(64)") and a combination
-            of masks ("causal() & sliding_window(64)"). Its value is a `Variant`, a `Mask`, a
+            ("make.causal"), a call with literal arguments ("sliding_window(64)") or a combination
+            of masks ("causal() & sliding_window(64)"). Its value must be a `Variant`, a `Mask`, a
             `BlockMask`, a score_mod, a mask_mod, or a function without required arguments that
             returns one of these.
-
-        mask: target of a mask for a score_mod that has none.
+        mask: target of a mask to add to the variant, if `target` has no mask.
 
     Raises:
-        ArgumentError: there is no such file or name, running the file fails, the value is of
-            another kind, or `target` has a mask and one is passed too.
+        ArgumentError: the file or name does not exist, running the file fails, the value has
+            another type, or both `target` and `mask` give a mask.
 
     >>> print(load("masks:causal() & sliding_window(64)"))
     mask(b, h, q, kv) = (kv <= q) & ((q - kv <= 64) & (kv - q <= 0))
@@ -55,7 +54,7 @@ def load(target: str, mask: str | None = None) -> Variant:
 
 
 def _with_mask(variant: Variant, target: str, mask: str) -> Variant:
-    """Add a mask to a variant that has none."""
+    """Return `variant` with the mask that the target `mask` names; raise if it has a mask."""
     if variant.mask is not None:
         raise ArgumentError(
             f"{target} has a mask already, and the mask {mask!r} came too; join them in one "
@@ -68,7 +67,7 @@ def _with_mask(variant: Variant, target: str, mask: str) -> Variant:
 
 
 def load_object(target: str) -> Any:
-    """Load the object that a target names, whatever it is.
+    """Load the object that the string `target` names; it may have any type.
 
     Raises:
         ArgumentError: as documented for `load`.
@@ -109,7 +108,7 @@ def _module(file: Path) -> ModuleType:
     sys.modules[module_name] = module
     sys.path.insert(
         0, str(file.resolve().parent)
-    )  # so that the file can import its neighbours, as with `python file.py`
+    )  # so that the file can import modules of its folder, as with `python file.py`
     try:
         spec.loader.exec_module(module)
     except AttnkitError:
@@ -126,14 +125,14 @@ def _module(file: Path) -> ModuleType:
 
 
 def as_variant(x: Any, target: str) -> Variant:
-    """Convert an object that `load` accepts to a variant.
+    """Convert an object of any type that `load` accepts to a `Variant`.
 
     Args:
         x: the object, see `load`.
-        target: its name, for messages.
+        target: name of the object, for error messages.
 
     Raises:
-        ArgumentError: the object is of another kind.
+        ArgumentError: the object has another type.
     """
     if isinstance(x, Variant):
         return x

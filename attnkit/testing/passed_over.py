@@ -1,4 +1,4 @@
-"""Say what a check passes over: NaN scores, gradients of zero, jumps of a score_mod."""
+"""Find what a check cannot test: NaN scores, zero gradients and jumps of a score_mod."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities
 from attnkit.testing.report import Row
 
-STEPS = 50  # bisections of an interval of scores; its ends are then 1e-13 apart
-JUMP = 1e-4  # a larger difference between two scores 1e-13 apart is a jump
-MOST = 20_000  # positions at which jumps are looked for
+STEPS = 50  # bisection steps, after which the ends of the interval of scores are 1e-13 apart
+JUMP = 1e-4  # results for scores 1e-13 apart that differ by more than this are a jump
+MOST = 20_000  # largest number of positions that are searched for jumps
 
 
 def nan_scores(call: DenseCall) -> str:
-    """Return the place [b, h, q, kv] of the first NaN among the scores that are kept; "" if none.
+    """Return the index [b, h, q, kv] of the first unmasked NaN score, as text; "" if none.
 
     Args:
-        call: what is computed.
+        call: the call whose scores, after `score_mod`, are searched.
     """
     if call.score_mod is None:
         return ""
@@ -34,11 +34,11 @@ def nan_scores(call: DenseCall) -> str:
 
 
 def tested_gradients(gold: Quantities, rows: Iterable[Row]) -> dict[str, bool]:
-    """Return for each gradient whether a result of zeros would have failed.
+    """Return, for the name of each gradient, whether an all-zero result would have failed.
 
     Args:
         gold: results of the oracle, by name.
-        rows: comparisons of one backend.
+        rows: comparisons of one backend, which give the allowed errors.
     """
     allowed = {row.quantity: row.allowed for row in rows}
     return {
@@ -50,11 +50,13 @@ def tested_gradients(gold: Quantities, rows: Iterable[Row]) -> dict[str, bool]:
 
 
 def jump_note(score_mod: Callable[..., Any], cases: Iterable[Case], device: torch.device) -> str:
-    """Look for a jump of a score_mod, in the largest of some cases that is small; "" if none.
+    """Return a note on a jump (discontinuity) of `score_mod`, or "" if no jump is found.
+
+    The search uses the largest of `cases` that has at most `MOST` positions.
 
     Args:
         score_mod: the user's function.
-        cases: calls whose sizes it allows.
+        cases: calls whose sizes `score_mod` allows.
         device: where to run.
     """
     by_size = sorted(cases, key=lambda case: torch.Size(case.dense_shape).numel())
@@ -69,7 +71,11 @@ def jump_note(score_mod: Callable[..., Any], cases: Iterable[Case], device: torc
 
 @torch.no_grad()
 def _jump(score_mod: Callable[..., Any], shape: Any, device: torch.device, reach: float) -> str:
-    """Bisect an interval of scores at every position, towards the larger difference."""
+    """Return a note on the largest jump for scores within 1.5 * `reach` of 0, or "" if none.
+
+    At every position the search bisects an interval of scores and keeps the half over which the
+    result of `score_mod` differs more.
+    """
     generator = torch.Generator().manual_seed(0)
     ends = 0.5 + torch.rand(2, *shape, generator=generator, dtype=torch.float64).to(device)
     low, high = -reach * ends[0], reach * ends[1]
@@ -86,14 +92,14 @@ def _jump(score_mod: Callable[..., Any], shape: Any, device: torch.device, reach
         return ""
     place = tuple(int(i) for i in torch.unravel_index(sizes.argmax(), sizes.shape))
     return (
-        f"score_mod jumps from {float(at_low[place]):.4g} to {float(at_high[place]):.4g} at a score "
-        f"of {float(low[place]):.4g} (b, h, q, kv = {list(place)}); rounding decides on which side "
-        "a score is, so calls with a score next to a jump are compared with a tolerance as large "
-        "as the jump"
+        f"score_mod jumps from {float(at_low[place]):.4g} to {float(at_high[place]):.4g} at a "
+        f"score of {float(low[place]):.4g} (b, h, q, kv = {list(place)}); rounding decides on "
+        "which side a score is, so calls with a score next to a jump are compared with a tolerance "
+        "as large as the jump"
     )
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return |a - b|, 0 where both are the same infinity or NaN, infinity where one is."""
+    """Return |a - b|; 0 where both are NaN or equal infinities, inf where the result is NaN."""
     same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)

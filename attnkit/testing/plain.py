@@ -1,11 +1,12 @@
 """Compute dense attention by calling the user's Python functions: the oracle of `check_variant`.
 
-`torch.vmap` calls score_mod and mask_mod with 0-d tensors, as PyTorch's FlexAttention does. Nothing
-is traced or rewritten, and gradients are autograd's, so the oracle shares no code with what it
-checks: it imports nothing of `tracing`, `graph`, `sparsity`, `schedule` and `splice`.
+`torch.vmap` calls score_mod and mask_mod with 0-d tensors, as PyTorch's FlexAttention does. The
+functions are not traced or rewritten, and autograd computes the gradients. The oracle therefore
+shares no code with the code under test: it imports nothing from `tracing`, `graph`, `sparsity`,
+`schedule` or `splice`.
 
-A mask_mod runs with torch's own types. A score_mod runs with at least the dtype of the scores: see
-`_AtLeast`.
+A mask_mod runs with torch's type promotion. A score_mod runs in at least the dtype of the scores,
+see `_AtLeast`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Shape: TypeAlias = tuple[int, int, int, int]
 DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, LSE, row maxima
 
 HALVES = (torch.float16, torch.bfloat16)
-MOST_CALLS = 20_000  # of a function that vmap cannot call
+MOST_CALLS = 20_000  # largest number of calls of a function that vmap does not support
 
 
 def attention(
@@ -39,19 +40,20 @@ def attention(
     *,
     scale: float | None = None,
 ) -> DenseResult:
-    """Compute dense attention.
+    """Compute dense attention and return the output, the LSE and the row maxima.
 
     Args:
-        query: [B, Hq, Sq, D]; any float dtype. float64 computes in float64, the rest in float32.
-        key: [B or 1, Hkv, Skv, D], Hkv a divisor of Hq.
+        query: [B, Hq, Sq, D], any float dtype. Scores are float64 for float64, else float32.
+        key: [B or 1, Hkv, Skv, D]; Hkv is a divisor of Hq.
         value: [B or 1, Hkv, Skv, Dv].
         score_mod: the user's function, or None.
         kept: the mask, bool, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
 
     Returns:
-        out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
-        dtype, natural logarithm. A fully masked row gives 0, -inf and -inf, and zero gradients.
+        out [B, Hq, Sq, Dv] in the query's dtype; LSE (natural logarithm) and row maxima
+        [B, Hq, Sq] in the dtype of the scores. A fully masked row gives 0, -inf and -inf, and zero
+        gradients.
     """
     scores = raw_scores(query, key, scale)
     if score_mod is not None:
@@ -60,7 +62,7 @@ def attention(
 
 
 def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Compute scale * query @ key^T, [B, Hq, Sq, Skv] in float32 or, of float64, float64."""
+    """Return scale * query @ key^T [B, Hq, Sq, Skv], float64 for float64 inputs, else float32."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return (query @ _for_each_head(key, query.shape[1]).mT).to(wide) * scale
@@ -69,7 +71,7 @@ def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
 def softmax_times(
     scores: Tensor, value: Tensor, kept: Tensor | None, dtype: torch.dtype
 ) -> DenseResult:
-    """Compute softmax(scores) @ value of the scores that are kept, with weights in `dtype`."""
+    """Compute softmax(masked scores) @ value, with weights in `dtype`; return out, LSE, maxima."""
     if kept is not None:
         scores = torch.where(kept, scores, -math.inf)
     masked = (scores == -math.inf).all(-1, keepdim=True)
@@ -81,23 +83,27 @@ def softmax_times(
 
 
 def _for_each_head(t: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of key or value for the query heads that share them."""
+    """Repeat the heads of key or value [B, Hkv, Skv, n] to `heads` query heads."""
     repeated: Tensor = t.repeat_interleave(heads // t.shape[1], 1)
     return repeated
 
 
 def modified(score_mod: Function, scores: Tensor) -> Tensor:
-    """Call a score_mod for scores [B, Hq, Sq, Skv]; the result has their shape and dtype."""
+    """Apply `score_mod` to scores [B, Hq, Sq, Skv]; the result has the same shape and dtype."""
     return _on_grid(score_mod, scores.shape, scores.device, scores, _AtLeast(scores.dtype))
 
 
 def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]) -> Tensor:
-    """Call a score_mod for scores at any positions, each with its own batch, head, row and column.
+    """Apply `score_mod` to scores at arbitrary positions.
 
     Args:
         score_mod: the user's function.
         scores: any shape.
-        positions: batch, head, query and kv index of each score, int32, of the same shape.
+        positions: batch, head, query and kv index of each score, int32, broadcastable to the shape
+            of `scores`.
+
+    Returns:
+        Modified scores, with the shape and dtype of `scores`.
     """
     flat = [t.expand(scores.shape).flatten() for t in positions]
     mode = _AtLeast(scores.dtype)
@@ -113,13 +119,13 @@ def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]
 
 @torch.no_grad()
 def dense_mask(mask_mod: Function, shape: Shape, device: torch.device) -> Tensor:
-    """Call a mask_mod at every position; return bool [B, Hq, Sq, Skv]."""
+    """Evaluate `mask_mod` at every position of `shape`; return bool [B, Hq, Sq, Skv]."""
     return _on_grid(mask_mod, shape, device, None, _Plain()).to(torch.bool)
 
 
 @torch.no_grad()
 def torch_scores(score_mod: Function, scores: Tensor) -> Tensor:
-    """Call a score_mod for scores [B, Hq, Sq, Skv] with torch's own types at each step."""
+    """Apply `score_mod` to scores [B, Hq, Sq, Skv] with torch's own type promotion."""
     return _on_grid(score_mod, scores.shape, scores.device, scores, _Plain())
 
 
@@ -130,7 +136,7 @@ def _on_grid(
     scores: Tensor | None,
     mode: _Plain,
 ) -> Tensor:
-    """Call a function at every position of [B, Hq, Sq, Skv]; one by one if vmap cannot run it."""
+    """Call `function` at every position of [B, Hq, Sq, Skv]: by vmap, or else one by one."""
     called = _tensor_function(function, device, mode)
     ranges = [torch.arange(n, dtype=torch.int32, device=device) for n in shape]
     lead = () if scores is None else (scores,)
@@ -153,7 +159,11 @@ def _on_grid(
 
 
 def _check_count(function: Function, count: int, error: RuntimeError) -> None:
-    """Refuse to call a function that vmap cannot run at too many positions, one by one."""
+    """Raise if `function`, which vmap cannot call, would have to be called too many times.
+
+    Raises:
+        UnsupportedError: `count` is larger than `MOST_CALLS`.
+    """
     if count > MOST_CALLS:
         name = getattr(function, "__name__", type(function).__name__)
         raise UnsupportedError(
@@ -164,7 +174,7 @@ def _check_count(function: Function, count: int, error: RuntimeError) -> None:
 
 
 def _tensor_function(function: Function, device: torch.device, mode: _Plain) -> Function:
-    """Wrap a function so that it runs in a mode and returns a 0-d tensor."""
+    """Wrap `function` so that it runs inside `mode` and returns a 0-d tensor on `device`."""
 
     def called(*arguments: Tensor) -> Tensor:
         with mode.call(arguments):
@@ -174,7 +184,10 @@ def _tensor_function(function: Function, device: torch.device, mode: _Plain) -> 
 
 
 class _Plain(TorchFunctionMode):
-    """Turns indexing by 0-d tensors into an operator; __getitem__ would ask vmap for ints."""
+    """Torch function mode that replaces indexing by 0-d tensors with the operator aten.index.
+
+    `Tensor.__getitem__` would convert the 0-d tensors to ints, which fails under vmap.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -184,21 +197,21 @@ class _Plain(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def call(self, arguments: Sequence[Tensor]) -> _Plain:
-        """Prepare for a call of the function with these arguments."""
+        """Return the context manager for one call of the function with `arguments`."""
         return self
 
     def result(self, value: Tensor) -> Tensor:
-        """Convert what the function returned."""
+        """Convert the result of the function."""
         return value
 
 
 class _AtLeast(_Plain):
-    """Computes what depends on a position in at least the dtype of the scores.
+    """Mode that computes every position-dependent value in at least the dtype of the scores.
 
-    float64 scores must give float64 results: so a table of a narrower dtype is converted where a
-    position indexes it, and `q * 0.5` and `q.float()` are float64. A conversion to 16 bits still
-    rounds; its gradient passes unrounded. What the function computes of captured tensors alone
-    keeps torch's dtypes.
+    float64 scores must give float64 results. A table of a narrower dtype is therefore converted
+    when a position indexes it, and `q * 0.5` and `q.float()` are float64. A conversion to 16 bits
+    still rounds its value, but not its gradient. Values that depend only on captured tensors keep
+    torch's dtypes.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -236,7 +249,10 @@ class _AtLeast(_Plain):
         return tree_map(lambda x: self._noted(x, args), found)
 
     def _widened(self, x: Any) -> Any:
-        """Widen a table, once so that its gradient is summed in the wide dtype, and a dtype."""
+        """Convert an argument that is a narrow tensor or is torch.float32 to the wide dtype.
+
+        Each tensor is converted only once, so its gradient is summed in the wide dtype.
+        """
         if x is torch.float32:
             return self.dtype
         if not isinstance(x, Tensor) or not self._narrow(x):
@@ -246,7 +262,7 @@ class _AtLeast(_Plain):
         return self._tables[id(x)][1]
 
     def _noted(self, x: Any, args: Sequence[Any]) -> Any:
-        """Widen a result and note that it depends on a position."""
+        """Convert a result to the wide dtype and record that it depends on a position."""
         if not isinstance(x, Tensor):
             return x
         if self._narrow(x):

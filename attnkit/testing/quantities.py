@@ -1,4 +1,4 @@
-"""Compute the outputs and gradients of one attention call, by name."""
+"""Compute the outputs and gradients of one attention call, as a dict from name to tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INPUTS = ("query", "key", "value")
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """Holds the leaf tensors that get gradients through a score_mod, with names for reports."""
+    """Holds the leaf tensors that get gradients through a score_mod, and their names in reports."""
 
     names: tuple[str, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -32,7 +32,7 @@ class Captured:
 
 @dataclass(frozen=True, eq=False)
 class DenseCall:
-    """Describes a dense attention call, for the oracle and for samples of rounding errors.
+    """Describes a dense attention call, for the oracle and for samples of its rounding error.
 
     Attributes:
         score_mod: the user's function, or None.
@@ -50,7 +50,7 @@ class DenseCall:
 
 
 def captured_leaves(score: Traced | None) -> Captured:
-    """Find captured tensors that require grad; replace a computed one by the leaves behind it."""
+    """Return the leaf tensors that get gradients through the captured tensors of `score`."""
     by_id: dict[int, tuple[str, Tensor]] = {}
     for name, t in zip(score.names, score.tensors, strict=True) if score is not None else ():
         leaves = _leaves(t)
@@ -63,9 +63,10 @@ def captured_leaves(score: Traced | None) -> Captured:
 def differentiated(
     score_mod: Callable[..., Any] | None, score: Traced | None, device: torch.device
 ) -> Captured:
-    """Find the leaf tensors that a score_mod depends on by autograd, with the names of its trace.
+    """Return all leaf tensors on which the result of `score_mod` depends, according to autograd.
 
-    So a tensor that the trace lost still has its gradient compared.
+    Tensors that the trace `score` captured come first, with their names. Other tensors are found by
+    a call of the function, so a tensor that the tracer missed still has its gradient compared.
     """
     captured = captured_leaves(score)
     if score_mod is None:
@@ -78,7 +79,7 @@ def differentiated(
 
 
 def _leaves(t: Tensor) -> list[Tensor]:
-    """Return the leaf tensors that a tensor was computed from, or the tensor itself if a leaf."""
+    """Return the leaf tensors from which `t` was computed, or `t` itself if it is a leaf."""
     if not t.requires_grad:
         return []
     if t.grad_fn is None:
@@ -99,10 +100,10 @@ def _leaves(t: Tensor) -> list[Tensor]:
 def differentiate(
     case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
-    """Compute gradients through the output and through the LSE, separately so none hides the other.
+    """Compute the gradients of the output and, separately, of the LSE; return all results by name.
 
     Args:
-        case: gives the gradients of the output and of the LSE.
+        case: provides the incoming gradients of the output and of the LSE.
         results: output, LSE and row maxima.
         inputs: query, key and value.
         captured: leaf tensors to differentiate with respect to.
@@ -138,15 +139,15 @@ def run(
     device: torch.device,
     block: tuple[int, int] | None = None,
 ) -> Quantities:
-    """Run a variant with a backend, forward and backward.
+    """Run the forward and backward of a variant with a backend; return all results by name.
 
     Args:
-        variant: what to run.
+        variant: the variant to run.
         case: sizes, dtype and seed.
         captured: the variant's captured leaf tensors.
         backend: backend of `flex_attention`.
         device: where to run.
-        block: (q, kv) tile sizes; those of the plan if None.
+        block: (q, kv) tile sizes; None uses those of the plan.
     """
     inputs = case.inputs(device)
     out, aux = variant(
@@ -161,23 +162,23 @@ def run(
 
 
 def in_dtype(score: Traced, dtype: torch.dtype) -> Traced:
-    """Convert the captured tensors of a score_mod to a compute dtype.
+    """Return `score` with its captured float tensors converted to `dtype`.
 
-    The results stay in the autograd graph, so a gradient is summed in that dtype and rounded once
-    to the dtype of the leaf.
+    The conversion is part of the autograd graph, so a gradient is summed in `dtype` and rounded
+    once to the dtype of the leaf.
     """
     tensors = tuple(t.to(dtype) if t.dtype.is_floating_point else t for t in score.tensors)
     return dataclasses.replace(score, tensors=tensors)
 
 
 def oracle(call: DenseCall) -> Quantities:
-    """Compute dense attention in float64 by the user's function, captured tensors included."""
+    """Run dense attention in float64 with the user's function; return all results by name."""
     inputs = [t.detach().to(torch.float64).requires_grad_() for t in call.case.inputs(call.device)]
     return _dense(call, inputs)
 
 
 def dense(call: DenseCall) -> Quantities:
-    """Compute dense attention in the case's dtype, with scores in float32 or wider."""
+    """Run dense attention in the case's dtype (scores at least float32); return results by name."""
     return _dense(call, call.case.inputs(call.device))
 
 

@@ -1,4 +1,4 @@
-"""Report the results of a check, as a table with one line for each quantity."""
+"""Report the results of a check as a table with one line for each quantity and backend."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attnkit.testing.case import Case
 
 @dataclass(frozen=True)
 class Row:
-    """Describes one comparison.
+    """Describes the comparison of one quantity of one backend with the oracle.
 
     Attributes:
         quantity: "out", "lse", "dquery", "dquery through lse", "d<captured tensor>", "tiles", ...
-        backend: what was compared: "cpu", "cpu other tiles", "trace", "tiles".
+        backend: what was compared: "cpu", "cpu other tiles", "trace", "tiles", ...
         error: largest difference from the oracle, or number of wrong values.
         allowed: largest error that passes.
         case: the call.
-        where: the position of the largest difference; empty if there is none.
+        where: index of the largest difference, or the error that a call raised; may be empty.
     """
 
     quantity: str
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Return whether the error is allowed; NaN is not."""
+        """Return whether the error is at most the allowed one; a NaN error fails."""
         return self.error <= self.allowed
 
     @property
     def ratio(self) -> float:
-        """Return error / allowed; 0 without an error, inf for one where none is allowed."""
+        """Return error / allowed; 0 for a zero error, inf for NaN or if no error is allowed."""
         if self.error == 0:
             return 0.0
         if math.isnan(self.error) or self.allowed == 0:
@@ -55,8 +55,8 @@ class Report:
         cases: number of cases that were compared.
         seconds: duration of the check.
         notes: what was not compared, and why.
-        failed: the smallest case that failed in the search; None if all passed.
-        code: Python source that repeats the failed case; empty if all passed.
+        failed: the smallest failing case that was found; None if all passed.
+        code: Python source that reproduces the failed case; empty if all passed.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """Return the comparisons that did not pass, worst first."""
+        """Return the failed comparisons, sorted by descending error / allowed."""
         return tuple(sorted((r for r in self.rows if not r.ok), key=lambda r: -r.ratio))
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class Report:
 
 
 class CheckError(AttnkitError, AssertionError):
-    """Says that a variant does not agree with the oracle.
+    """Raised when the results of a variant differ from those of the oracle.
 
     Attributes:
-        report: all comparisons, with code that repeats the failed case.
+        report: all comparisons, with code that reproduces the failed case.
     """
 
     def __init__(self, report: Report) -> None:
@@ -100,7 +100,7 @@ class CheckError(AttnkitError, AssertionError):
 
 
 def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Select for each quantity and backend the row with the largest error / allowed."""
+    """Return, for each quantity and backend, the row with the largest error / allowed."""
     selected: dict[tuple[str, str], Row] = {}
     for row in rows:
         known = selected.get((row.quantity, row.backend))
@@ -111,7 +111,7 @@ def worst(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Format rows as a table: quantity, backend, dtype, error, allowed, error / allowed."""
+    """Format rows as a table with quantity, backend, dtype, error, allowed and error / allowed."""
     head = ("quantity", "backend", "dtype", "error", "allowed", "used")
     lines = [head]
     for row in rows:
@@ -135,7 +135,7 @@ def _count(report: Report) -> str:
 
 
 def _sentence(row: Row) -> str:
-    """Describe a failed comparison in a sentence."""
+    """Return a sentence that describes a failed comparison."""
     what, place = f"{row.quantity} ({row.backend})", f" at {row.where}" if row.where else ""
     if row.quantity == "call":
         return f"{what} raised {row.where}"

@@ -1,4 +1,4 @@
-"""Write a program that repeats a failed case."""
+"""Generate the Python program that reproduces a failed case."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def program(
     code: str = "",
     reference: Callable[..., Any] | None = None,
 ) -> str:
-    """Write Python source that checks a variant for a case.
+    """Return the source of a Python program that checks a variant for a case.
 
     Args:
-        variant: what to check.
+        variant: the variant to check.
         case: sizes, dtype, strides and seed.
         device: where to run.
         code: source that defines `variant`; if empty, the result of `definition(variant)`.
-        reference: the user's dense attention, if it is compared too.
+        reference: the user's dense attention to compare too, or None.
     """
     where = "" if device.type == "cpu" else f", device={str(device)!r}"
     theirs = None if reference is None else source_of(reference, "reference")
@@ -47,7 +47,7 @@ def program(
 
 
 def definition(variant: Variant) -> str:
-    """Write Python source that defines `variant`."""
+    """Return Python source that defines a variable `variant` equal to the argument."""
     known = remembered(variant)
     if known is not None:
         return known.text

@@ -1,10 +1,10 @@
-"""Sample the effect of rounding on a result: dense attention in float64 with noise at each step.
+"""Sample the rounding error of a result: dense float64 attention with noise at each step.
 
-The error of the dense reference is one sample of the errors that its dtype allows. On small inputs
-that error may be zero by luck. For example, with one key every weight is 1 and the reference's
-gradient of the query is exactly 0, while a kernel computes dO V^T - rowsum(dO O), the difference of
-two rounded numbers. So this module adds noise of one unit in the last place at each step of the
-formulas of attention.
+The error of the dense reference is one sample of the errors that its dtype can cause. On small
+inputs that error may be zero by chance. For example, with one key every weight is 1 and the
+reference's gradient of the query is exactly 0, while a kernel computes dO V^T - rowsum(dO O), the
+difference of two rounded numbers. This module therefore adds noise of one machine epsilon, relative
+to the value, at each step of the attention formulas.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from attnkit.testing.plain import HALVES
 from attnkit.testing.quantities import DenseCall, Quantities
 from attnkit.tracing.tracer import Traced
 
-# Number of samples of each kind that are taken before a result counts as wrong. A long sum may
-# round to (nearly) the right number by luck, in the reference too.
+# Number of samples of each kind that are taken before a result counts as wrong. A long sum may be
+# (nearly) exact by chance, in the reference too.
 SAMPLES = 8
 
-Noise = Callable[[Tensor, Tensor], Tensor]  # (value, size of its summands) -> value with noise
+Noise = Callable[[Tensor, Tensor], Tensor]  # (value, magnitude of its terms) -> value with noise
 
 
 def noise(dtype: torch.dtype, generator: torch.Generator) -> Noise:
-    """Build a function that adds or subtracts at random one unit in the last place of a number."""
+    """Return a function (value, size) -> value plus or minus (at random) eps(`dtype`) * size."""
     unit = torch.finfo(dtype).eps
 
     def add(value: Tensor, size: Tensor) -> Tensor:
@@ -43,14 +43,14 @@ def noise(dtype: torch.dtype, generator: torch.Generator) -> Noise:
 
 
 def perturbed(call: DenseCall, sample: int) -> Quantities:
-    """Compute attention and its gradients in float64, by their formulas, with noise at each step.
+    """Compute attention and its gradients in float64 from their formulas, with noise at each step.
 
     Scores, row statistics and sums get noise of the compute dtype. The weights, the output and the
-    gradients of the scores are operands of products and get noise of the case's dtype.
+    gradients of the scores are operands of matrix products and get noise of the case's dtype.
 
     Args:
-        call: what to compute.
-        sample: number of the sample, which seeds the noise.
+        call: the call to compute.
+        sample: index of the sample, which seeds the noise.
 
     Returns:
         Results and gradients by name, as `quantities.run` returns them.
@@ -75,7 +75,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
     quantities = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
     grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(call.device))
     terms = grad_out * out
-    # the noise is relative to the two operands, since their difference may be 0
+    # the noise is relative to the two operands, because their difference may be 0
     sizes = terms.abs().sum(-1, keepdim=True) + grad_out.abs() @ v.abs().mT
     difference = inner(grad_out @ v.mT - terms.sum(-1, keepdim=True), sizes)
     for through, cotangent, dvalue in (
@@ -94,7 +94,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
 
 
 def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute scores, LSE and weights with noise, as a backward pass recomputes them."""
+    """Return scores, LSE and weights with noise; the weights are exp(score - LSE)."""
     m = modified.masked_fill(~modified.isfinite(), -math.inf)
     m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
     lse = m.logsumexp(-1, keepdim=True)
@@ -105,13 +105,13 @@ def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor) -> list[Tensor]:
-    """Differentiate the modified scores with respect to `targets`; zeros where they are unused."""
+    """Return the gradients of the modified scores for `targets`; zeros for unused targets."""
     grads = torch.autograd.grad(modified, targets, cotangent, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(targets, grads, strict=True)]
 
 
 def _modified(call: DenseCall, raw: Tensor) -> Tensor:
-    """Apply score_mod and mask to raw scores, in float64."""
+    """Apply the score_mod and the mask of `call` to the raw scores."""
     modified = raw if call.score_mod is None else plain.modified(call.score_mod, raw)
     # 0 * raw keeps raw in the autograd graph even if score_mod ignores it
     modified = modified + 0 * raw
@@ -119,7 +119,7 @@ def _modified(call: DenseCall, raw: Tensor) -> Tensor:
 
 
 def _shared(gradient: Tensor, case: Case) -> Tensor:
-    """Sum gradients [B, Hq, Skv, n] over the heads and batches that share a key."""
+    """Sum key or value gradients [B, Hq, Skv, n] to [kv batch, kv heads, Skv, n]."""
     gradient = gradient.unflatten(1, (case.kv_heads, -1)).sum(2)
     return gradient.sum(0, keepdim=True) if case.kv_batch != case.batch else gradient
 
@@ -127,13 +127,13 @@ def _shared(gradient: Tensor, case: Case) -> Tensor:
 def noisy_values(
     wide: Traced, captured: Sequence[Tensor], env: Mapping[str, Tensor], generator: torch.Generator
 ) -> Tensor:
-    """Evaluate a score_mod in float64, with noise of float32 at each of its nodes.
+    """Evaluate a traced score_mod in float64, with noise of float32 at each graph node.
 
     Args:
-        wide: the score_mod with captured tensors in float64.
+        wide: the traced score_mod with captured tensors in float64.
         captured: the captured tensors in their own dtype. Nodes that depend on 16-bit tensors get
             noise of that dtype.
-        env: arguments in float64 and int32.
+        env: arguments by name: float64 score and int32 positions.
         generator: random generator of the noise.
     """
     memo: dict[Node, Tensor] = {}

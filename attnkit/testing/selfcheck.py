@@ -1,10 +1,10 @@
 """Test kernels against dense attention: `python -m attnkit.testing.selfcheck cute cuda:0`.
 
-The exit status is 0 if all is right, 10 if a number is wrong, and 11 if a call failed; the last line
-says what. Any other status says that the check itself failed. The check runs once on a GPU on which kernels have not been verified, before they are used there
-(`attnkit.runtime.hardware_gate`).
-`python -m attnkit.testing.selfcheck emulate:sm_100a cpu` does the same in the emulator, at small
-sizes.
+The exit status is 0 if all results are right, 10 if a result is wrong and 11 if a call failed. The
+last line of the output describes the error. Any other status means that the check itself failed.
+`attnkit.runtime.hardware_gate` runs the check once on a GPU on which the kernels have not been
+verified, before it uses them there. `python -m attnkit.testing.selfcheck emulate:sm_100a cpu` runs
+the same check in the emulator with small sizes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Failure(NamedTuple):
     """Describes the first error that the check finds.
 
     Attributes:
-        text: which example, and what is wrong with it.
-        in_numbers: whether a result is wrong; if not, the call raised, perhaps for lack of memory.
+        text: name of the example and description of the error.
+        in_numbers: True if a result is wrong; False if the call raised, for example out of memory.
     """
 
     text: str
@@ -38,11 +38,11 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """Describes a call to test.
+    """Describes one attention call to test.
 
     Attributes:
         name: name of the variant.
-        variant: (length, number of heads, device) -> the variant.
+        variant: function (length, number of heads, device) -> `Variant`.
         head_dim: head dim of query, key and value.
         group: query heads per kv head.
     """
@@ -81,15 +81,15 @@ EXAMPLES = (
 def examine(
     backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES
 ) -> Failure | None:
-    """Run examples with a backend's kernels until one is wrong.
+    """Run examples with the kernels of `backend` until one fails.
 
     Args:
-        backend: "cute", or "emulate:" and an architecture.
+        backend: "cute", or "emulate:" followed by an architecture.
         device: device of the tensors.
-        examples: what to run.
+        examples: the calls to test.
 
     Returns:
-        The first error; None if all examples are right.
+        The first failure; None if all examples pass.
     """
     for example in examples:
         for text, in_numbers in _failures(example, backend, device):
@@ -98,8 +98,8 @@ def examine(
 
 
 def _failures(example: Example, backend: str, device: torch.device) -> Iterator[Failure]:
-    """Describe each error of an example."""
-    # enough for several tiles a CTA, for reuse of every stage, and for ragged ends
+    """Run the forward and backward of one example and yield each failure."""
+    # long enough for several work tiles per CTA, reuse of every pipeline stage, and ragged tiles
     length, heads, batch = (1500, 16, 2) if device.type == "cuda" else (420, example.group, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -119,7 +119,7 @@ def _failures(example: Example, backend: str, device: torch.device) -> Iterator[
 
 
 def main(arguments: list[str]) -> int:
-    """Test a backend's kernels on a device; print the verdict and return the exit status."""
+    """Test kernels; `arguments` are [backend, device]. Print the result, return the exit status."""
     backend, device = arguments
     failure = examine(backend, torch.device(device))
     sys.stdout.write(f"{failure.text if failure else 'all is right'}\n")

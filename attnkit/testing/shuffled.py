@@ -1,7 +1,7 @@
-"""Compute dense attention in the case's dtype, with its sums in another order.
+"""Compute dense attention in the case's dtype, with all sums in a random order.
 
-The order of a sum changes its rounding and nothing else, so each order gives another sample of the
-dense reference's error. All queries that share a key are stacked and shuffled: those of the heads
+The order of a sum changes only its rounding, so each order gives another sample of the dense
+reference's error. All queries that share a key are stacked and shuffled: the queries of all heads
 of a group, and of the whole batch if it shares key and value. The keys are shuffled too.
 """
 
@@ -16,14 +16,14 @@ from attnkit.testing.quantities import DenseCall, Quantities, differentiate
 
 
 def shuffled(call: DenseCall, sample: int) -> Quantities:
-    """Run the dense reference on stacked and shuffled queries and keys.
+    """Run the dense reference on stacked and shuffled queries and shuffled keys.
 
     Args:
-        call: what to compute.
-        sample: number of the sample, which seeds the order.
+        call: the call to compute.
+        sample: index of the sample, which seeds the order.
 
     Returns:
-        Results and gradients by name, with their axes in the usual order.
+        Results and gradients by name, with axes and rows in the original order.
     """
     case, device = call.case, call.device
     generator = torch.Generator().manual_seed(1000 * sample + case.seed)
@@ -36,8 +36,8 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
         kept = stack.stacked(kept.expand(case.dense_shape))[..., stack.columns]
     scores = plain.raw_scores(query, key, case.scale)
     if call.score_mod is not None:
-        # Every index has the full size, so that the gradient of a captured tensor is summed score
-        # by score: the longest sum that any backend may choose.
+        # Every index tensor has the full size, so the gradient of a captured tensor is summed over
+        # individual scores. This is the longest sum that any backend may choose.
         scores = plain.modified_at(call.score_mod, scores, stack.positions())
     results = plain.softmax_times(scores, value, kept, case.dtype)
     results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
 
 
 class _Stack:
-    """Stacks the rows (batch element, query head, query) that share a key, in a random order."""
+    """Random order of the rows (batch element, query head, query) that share a key, and of keys."""
 
     def __init__(self, case: Case, generator: torch.Generator, device: torch.device) -> None:
         self.case = case
@@ -55,18 +55,18 @@ class _Stack:
         self.columns = torch.randperm(case.kv_len, generator=generator).to(device)
 
     def stacked(self, t: Tensor) -> Tensor:
-        """Reshape [B, Hq, Sq, n] to [kv batch, kv heads, rows, n], in the random order."""
+        """Return `t` [B, Hq, Sq, n] as [kv batch, kv heads, rows, n], with shuffled rows."""
         batch, group, _ = self.sizes
         t = t.unflatten(0, (-1, batch)).unflatten(2, (-1, group))
         return t.transpose(1, 2).flatten(2, 4)[:, :, self.rows]
 
     def unstacked(self, t: Tensor) -> Tensor:
-        """Reshape [kv batch, kv heads, rows, ...] to [B, Hq, Sq, ...], in the usual order."""
+        """Return `t` [kv batch, kv heads, rows, ...] as [B, Hq, Sq, ...]; inverts `stacked`."""
         t = t[:, :, self.rows.argsort()].unflatten(2, self.sizes)
         return t.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def positions(self) -> tuple[Tensor, ...]:
-        """Build batch, head, query and kv index of each stacked score, int32."""
+        """Return batch, head, query and kv index (int32) of each score of the stacked queries."""
         batch, group, q_len = self.sizes
         kv_batch, kv_heads = self.case.kv_batch, self.case.kv_heads
         b = torch.arange(kv_batch, device=self.rows.device)[:, None, None, None] * batch

@@ -1,4 +1,4 @@
-"""Provide hypothesis strategies for sizes, strides and dtypes."""
+"""Provide hypothesis strategies for lengths, memory layouts, dtypes and whole `Case`s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnkit.testing.case import LAYOUTS, Case
 from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 from attnkit.util.arguments import check_size
 
-#: Tile sizes (query, kv): equal and not, powers of two and not.
+#: Tile sizes (query, kv), some unequal and some not powers of two.
 BLOCKS = ((16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (64, 32), (7, 24), (1, 128))
 
 WIDTHS = (8, 16, 1, 5, 64)
@@ -30,10 +30,10 @@ def layouts() -> st.SearchStrategy[tuple[str, str, str]]:
 
 
 def lengths(low: int = 1, high: int = 200) -> st.SearchStrategy[int]:
-    """Draw lengths from low to high, often a multiple of 16 or one off; shrink to low.
+    """Draw lengths from `low` to `high`, often within 1 of a multiple of 16; shrink to `low`.
 
     Raises:
-        OptionError: a length is not a positive int, or low is above high.
+        OptionError: `low` or `high` is not a positive int, or `low` is above `high`.
     """
     if check_size("low", low) > check_size("high", high):
         raise OptionError(f"low must be at most high, got low={low} and high={high}")
@@ -49,11 +49,11 @@ def cases(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
 ) -> Case:
-    """Draw calls: with unequal lengths, grouped heads, a shared kv batch, unequal head dims.
+    """Draw attention calls, including unequal lengths, GQA, a shared kv batch and value_dim.
 
     Args:
         limits: smallest and largest sizes.
-        dtype: one dtype, or several to choose from; all four if None.
+        dtype: one dtype, or several to draw from; None draws from all four.
     """
     check_limits(limits)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])

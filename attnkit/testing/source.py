@@ -1,4 +1,4 @@
-"""Find Python source that defines the functions of a variant."""
+"""Find Python source that recreates the functions and masks of a variant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attnkit.tracing.mask import Mask
 T = TypeVar("T")
 
 _MOST = 4096
-# id of an object -> the object, and the source that created it.
+# id of an object -> (the object, the source that created it).
 _sources: OrderedDict[int, tuple[object, Source]] = OrderedDict()
 
 
@@ -37,7 +37,7 @@ class Source:
 
 
 def remember(x: T, source: Source) -> T:
-    """Store the source that created an object, for the last few thousand objects."""
+    """Store the source that created the object `x` and return `x`; only recent objects are kept."""
     _sources[id(x)] = (x, source)
     _sources.move_to_end(id(x))
     if len(_sources) > _MOST:
@@ -46,14 +46,15 @@ def remember(x: T, source: Source) -> T:
 
 
 def source_of(x: Any, what: str) -> Source:
-    """Find source that defines a function or a mask.
+    """Return Python source that recreates a function or mask.
 
     Args:
         x: the function or mask.
-        what: name to use in the source if the object has none.
+        what: name to use in the source if the object cannot be imported.
 
     Returns:
-        The source. If an object cannot be imported, the source raises an error that says so.
+        The source. If an object cannot be imported, the source shows its definition in a comment
+        and raises an error.
     """
     if isinstance(x, BlockMask):
         return remembered(x) or _block_mask(x, what)
@@ -67,7 +68,7 @@ def source_of(x: Any, what: str) -> Source:
 
 
 def remembered(x: Any) -> Source | None:
-    """Return the source that `remember` stored for an object, if any."""
+    """Return the source that `remember` stored for the object `x`, or None."""
     entry = _sources.get(id(x))
     return entry[1] if entry is not None and entry[0] is x else None
 
@@ -81,7 +82,7 @@ def _block_mask(x: BlockMask, what: str) -> Source:
 
 
 def _joined(mask: Mask, what: str) -> Source:
-    """Return source of a mask that combines others."""
+    """Return source of a mask that combines other masks with `&`, `|`, `^` or `~`."""
     parts = [source_of(part, f"{what}_{i}") for i, part in enumerate(mask.parts)]
     shown = [
         f"({p.name})" if part.op else p.name for p, part in zip(parts, mask.parts, strict=True)
@@ -92,7 +93,7 @@ def _joined(mask: Mask, what: str) -> Source:
 
 
 def _imported(x: Any) -> Source | None:
-    """Return source that imports an object from the module that defines it under its own name."""
+    """Return source that imports `x` by name from its module or file; None if not possible."""
     module = sys.modules.get(getattr(x, "__module__", None) or "")
     name = getattr(x, "__qualname__", "")
     if module is None or not name.isidentifier() or getattr(module, name, None) is not x:
@@ -111,7 +112,7 @@ def _imported(x: Any) -> Source | None:
 
 
 def _labelled(x: Mask) -> Source | None:
-    """Return source of a library mask, whose label is the call that creates it."""
+    """Return source of a library mask, whose label is the call that creates it; else None."""
     try:
         evaluated = target_expressions.evaluate(x.label, vars(masks), "a label")
     except AttnkitError:
@@ -122,7 +123,7 @@ def _labelled(x: Mask) -> Source | None:
 
 
 def _unknown(x: Any, what: str) -> Source:
-    """Return source that shows the definition of an object in a comment, and raises an error."""
+    """Return source that shows the definition of `x` in a comment and raises an error."""
     try:
         body = textwrap.dedent(inspect.getsource(x))
     except (OSError, TypeError):

@@ -24,13 +24,13 @@ _SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(text: str, scope: Mapping[str, Any], where: str, *, factories: bool = False) -> Any:
-    """Evaluate an expression; refuse everything that the module does not list.
+    """Evaluate an expression of the restricted grammar above and return its value.
 
     Args:
         text: the expression.
-        scope: values of the names that it may use.
-        where: description of the scope, for messages.
-        factories: whether a function's name alone stands for a call without arguments.
+        scope: values of the names that the expression may use.
+        where: description of the scope, for error messages.
+        factories: whether the name of a function without parentheses means a call of it.
 
     Raises:
         ArgumentError: the text is not such an expression, a name is unknown, or a call fails.
@@ -45,7 +45,7 @@ def evaluate(text: str, scope: Mapping[str, Any], where: str, *, factories: bool
 
 
 class _Reader:
-    """Evaluates the parts of an expression."""
+    """Evaluates the syntax tree of an expression recursively."""
 
     def __init__(self, scope: Mapping[str, Any], where: str, factories: bool) -> None:
         self.scope = scope
@@ -53,7 +53,7 @@ class _Reader:
         self.factories = factories
 
     def read(self, n: ast.expr) -> Any:
-        """Evaluate a part of the expression."""
+        """Return the value of the subexpression `n`."""
         if isinstance(n, ast.BinOp) and type(n.op) in _SIGNS:
             left, right = self.read(n.left), self.read(n.right)
             return self._joined(n, lambda: _SIGNS[type(n.op)](left, right))
@@ -103,7 +103,7 @@ class _Reader:
         )
 
     def _method(self, n: ast.expr) -> Any:
-        """Return the method of a mask that is itself an expression; None for a plain name."""
+        """Return the bound method if `n` is `(mask expression).shift`; None for a dotted name."""
         if not isinstance(n, ast.Attribute) or isinstance(n.value, ast.Name | ast.Attribute):
             return None
         owner = self.read(n.value)
@@ -135,11 +135,11 @@ def _literal(n: ast.expr) -> Any:
 
 
 def guarded(make: Callable[[], Any], shown: str) -> Any:
-    """Call a user's function, and turn an error that it raises into an ArgumentError.
+    """Return `make()`; convert an error of the user's function to an ArgumentError.
 
     Args:
         make: function that makes the call.
-        shown: the call as text, for the message.
+        shown: the call as text, for the error message.
     """
     try:
         return make()

@@ -1,8 +1,8 @@
 """Compare results with the float64 oracle: the error may be at most twice that of dense attention.
 
-The error of the dense reference in the same dtype shows how exact the dtype can be on this input.
-If the reference happens to be (nearly) exact, a few units in the last place of the largest value
-are allowed instead. No limit is tuned to a case.
+The error of dense attention in the same dtype measures the rounding error of that dtype for this
+input. If dense attention happens to be (nearly) exact, the limit is a few machine epsilons of the
+largest value instead. No limit is tuned to a case.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attnkit.testing.quantities import OUTPUTS, Quantities
 from attnkit.testing.report import Row
 
 FACTOR = 2.0
-# Gradients of captured tensors with 16-bit inputs: each backend sums them over many scores in its
-# own order, and either the reference or the kernel rounds each of them to 16 bits.
+# Factor for gradients of captured tensors with 16-bit inputs. Each backend sums them over many
+# scores in its own order, and either the reference or the kernel rounds each term to 16 bits.
 CAPTURED_16_BIT_FACTOR = 3.0
 ULPS = 4.0
 
@@ -30,19 +30,19 @@ def compare(
     case: Case,
     backend: str,
 ) -> list[Row]:
-    """Compare the results of a backend with the oracle.
+    """Compare the results of a backend with the oracle; return one row for each quantity.
 
     Args:
-        results: results of the backend.
-        gold: results of the float64 oracle.
-        rough: samples of the error that the dtype allows: the dense reference in the case's dtype
-            and results of `rounding` and `shuffled`.
+        results: results of the backend, by name.
+        gold: results of the float64 oracle, by name.
+        rough: results with rounding errors of the dtype, whose errors set the limits: the dense
+            reference in the case's dtype and results of `rounding` and `shuffled`.
         case: sizes and dtype.
         backend: name of the backend, for the report.
     """
     rows = []
     names = list(gold)
-    if gold["out"].isnan().any():  # gradients of a NaN tell nothing
+    if gold["out"].isnan().any():  # gradients through a NaN are not meaningful
         names = [name for name in OUTPUTS if name in gold]
     for name in names:
         expected = gold[name].to(torch.float64)
@@ -65,7 +65,7 @@ def compare(
 
 
 def _limits(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factor on the reference's error, and the relative unit in the last place."""
+    """Return (factor on the reference's error, machine epsilon) for the quantity `name`."""
     unit = torch.finfo(case.dtype).eps
     base = name.removesuffix(" through lse")
     if base in OUTPUTS or base in ("dquery", "dkey", "dvalue"):
@@ -76,13 +76,13 @@ def _limits(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def exact(name: str, backend: str, found: Tensor, expected: Tensor, case: Case) -> Row:
-    """Compare values that must be equal; the error is the number of differences."""
+    """Compare two tensors that must be equal; the error of the row is the number of differences."""
     differ = (found != expected) & ~(found.isnan() & expected.isnan())
     return Row(name, backend, float(differ.sum()), 0.0, case, place(differ.to(torch.float64)))
 
 
 def place(error: Tensor) -> str:
-    """Return the index of the largest error as text; empty if there is no error."""
+    """Return the index of the largest element of `error` as text; "" if all are 0."""
     if error.ndim == 0 or error.numel() == 0 or float(error.max()) == 0:
         return ""
     at = torch.unravel_index(error.argmax(), error.shape)

@@ -1,4 +1,4 @@
-"""Compare a trace with the user's function called with torch tensors, and tiles with the mask."""
+"""Compare traced graphs with the user's functions, and tile states with the dense mask."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from attnkit.tracing.tracer import Traced
 
 
 def mask_row(kept: Tensor, mask: Traced, case: Case) -> Row:
-    """Compare the trace of a mask with the dense mask, at every position.
+    """Compare the traced graph of a mask with the dense mask, at every position.
 
-    Its floats have the dtypes that torch gives them, whatever the dtype of the query.
+    Floats in the graph have the dtypes that torch gives them, regardless of the query's dtype.
 
     Args:
-        kept: the mask by the user's function, bool [B, Hq, Sq, Skv].
-        mask: the trace.
+        kept: the dense mask computed by the user's function, bool [B, Hq, Sq, Skv].
+        mask: the traced mask.
         case: sizes and dtype.
     """
     env = positions(case.dense_shape, kept.device)
@@ -35,11 +35,11 @@ def mask_row(kept: Tensor, mask: Traced, case: Case) -> Row:
 
 
 def score_row(function: Callable[..., Any], score: Traced, case: Case, device: torch.device) -> Row:
-    """Compare modified scores: the user's function in float32 with the graph in float64.
+    """Compare the user's score_mod, called in float32, with its traced graph in float64.
 
-    The error may be as large as that of the graph in float32, or as the effect of noise of one unit
-    in the last place at each of its nodes. Nodes that depend on 16-bit captured tensors get noise
-    of that dtype, because torch computes them in 16 bits and the graph does not.
+    The limit is twice the error of the graph in float32, or twice the effect of noise of one
+    machine epsilon at each graph node. Nodes that depend on 16-bit captured tensors get noise of
+    that dtype, because torch computes them in 16 bits and the graph does not.
     """
     generator = torch.Generator().manual_seed(case.seed)
     raw = torch.randn(case.dense_shape, generator=generator).mul_(3 * case.spread).to(device)
@@ -70,7 +70,7 @@ def _largest(values: Tensor, ignored: Tensor) -> float:
 
 
 def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
-    """Compare EMPTY, PARTIAL and FULL tiles, in both directions, with the dense mask."""
+    """Compare the tile states of `runs` and of its transposed lists with the dense mask."""
     expected = brute_force(kept, runs.block)
     states = runs.states()
     transposed = 2 * runs.full_t.expanded(runs.q_blocks) + runs.partial_t.expanded(
@@ -84,7 +84,7 @@ def tile_rows(kept: Tensor, runs: BlockRuns, case: Case) -> list[Row]:
 
 
 def brute_force(kept: Tensor, block: tuple[int, int]) -> Tensor:
-    """Compute tile states from a dense mask, by counting the positions that it keeps.
+    """Compute tile states from a dense mask by counting the unmasked positions of each tile.
 
     Args:
         kept: the mask, bool [B, H, Sq, Skv].

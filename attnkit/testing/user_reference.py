@@ -1,7 +1,7 @@
-"""Compare the oracle with the user's own dense attention.
+"""Compare the oracle with the user's own dense attention (the argument `reference`).
 
-A reference may compute tables in float32 for float64 inputs, so it is compared to the rounding of
-float32 at least.
+A reference may compute tables in float32 for float64 inputs, so the tolerance is at least that of
+float32.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def reference_rows(
     samples: Sequence[Quantities],
     notes: list[str],
 ) -> list[Row]:
-    """Compare output and gradients of the user's dense attention with the oracle's.
+    """Compare the output and gradients of the user's dense attention with those of the oracle.
 
     Args:
         reference: the user's function.
-        call: what is computed.
-        gold: results of the oracle.
-        samples: samples of the error that the dtype allows.
-        notes: receives notes on what is not compared.
+        call: the attention call.
+        gold: results of the oracle, by name.
+        samples: results with rounding errors of the dtype, whose errors set the limits.
+        notes: list to which notes on values that are not compared are appended.
 
     Raises:
-        ArgumentError: the reference returns something else than a tensor of the output's shape.
+        ArgumentError: the result of `reference` is not a tensor of the output's shape.
     """
     case = call.case
     inputs = [t.detach().to(torch.float64).requires_grad_() for t in case.inputs(call.device)]
@@ -77,7 +77,7 @@ def reference_rows(
 def _gradients(
     out: Tensor, inputs: Sequence[Tensor], call: DenseCall, notes: list[str]
 ) -> Quantities:
-    """Differentiate the reference with respect to what it uses."""
+    """Return the gradients of the reference's output by name, for the tensors that it uses."""
     names = [f"d{name}" for name in (*INPUTS, *call.captured.names)]
     targets = [*inputs, *call.captured.tensors]
     cotangent = call.case.cotangents(call.device)[0].to(out.dtype)

@@ -1,6 +1,4 @@
-"""Provide caches, argument checks and CSR helpers, which know nothing of attention.
+"""Provide caches, argument checks, device and CSR helpers, and torch's private names.
 
-In: tensors, devices and a caller's arguments. Out: checked arguments, caches keyed by tensor
-identity and version, CSR helpers, and torch's private names. Every room may import this one; it
-imports only `errors`.
+Every other subpackage may import this one. It imports only `attnkit.errors`.
 """

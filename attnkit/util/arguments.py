@@ -1,4 +1,4 @@
-"""Check the arguments of public functions; messages say what came and what was expected."""
+"""Check the arguments of public functions; error messages give the actual and expected value."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 MAX_LENGTH = 2**31 - 1  # positions are int32
 
-# FlexAttention's kernel options. Those that tune its Triton kernels change no result; the plan
-# notes that they are not used. BLOCK_M and BLOCK_N set the tile sizes where the mask is a function.
+# FlexAttention's kernel options. Those that tune its Triton kernels do not change results; the plan
+# notes that they are ignored. BLOCK_M and BLOCK_N set the tile sizes if the mask is a function.
 BLOCK_OPTIONS = ("BLOCK_M", "BLOCK_N")
 TUNING_OPTIONS = (
     "num_warps num_stages BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK ROWS_GUARANTEED_SAFE "
@@ -42,16 +42,16 @@ TUNING_OPTIONS = (
 ).split()
 
 
-# What kernel_options may hold, for annotations.
+# The type of `kernel_options`, for annotations.
 FlexKernelOptions: TypeAlias = dict[str, Any]
 
 
 class AuxRequest(NamedTuple):
-    """Says which auxiliary outputs `flex_attention` returns.
+    """Selects the auxiliary outputs that `flex_attention` returns.
 
     Attributes:
-        lse: log-sum-exp of each row, natural logarithm.
-        max_scores: largest modified score of each row.
+        lse: whether to return the log-sum-exp of each row (natural logarithm).
+        max_scores: whether to return the largest score of each row, after `score_mod`.
     """
 
     lse: bool = False
@@ -59,11 +59,13 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """Holds auxiliary outputs: [B, Hq, Sq] float32 (float64 for float64 inputs), or None.
+    """Holds the auxiliary outputs of `flex_attention`; an output that was not requested is None.
+
+    Both have shape [B, Hq, Sq] and dtype float32 (float64 for float64 inputs).
 
     Attributes:
-        lse: differentiable; -inf for a fully masked row.
-        max_scores: not differentiable; -inf for a fully masked row.
+        lse: log-sum-exp of each row, -inf for a fully masked row; differentiable.
+        max_scores: largest score of each row, -inf for a fully masked row; not differentiable.
     """
 
     lse: Tensor | None = None
@@ -71,11 +73,11 @@ class AuxOutput(NamedTuple):
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
-    """Check query, key and value of `flex_attention`.
+    """Check types, shapes, dtypes and devices of the `query`, `key` and `value` of an attention.
 
     Raises:
         ArgumentError: an argument is not a tensor.
-        ShapeError: a shape is wrong, or shapes do not fit each other.
+        ShapeError: a shape is wrong, or the shapes do not match.
         DTypeError: a dtype is not supported, or the dtypes differ.
         DeviceError: the devices differ.
         OptionError: enable_gqa is not a bool.
@@ -124,10 +126,10 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
 
 
 def refuse_functional(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor inside torch.func.functionalize, where no data can be read.
+    """Raise if `tensor` is a functional tensor (inside torch.func.functionalize).
 
     Raises:
-        UnsupportedError: it is one.
+        UnsupportedError: `tensor` is a functional tensor, whose data cannot be read.
     """
     if is_functional(tensor):
         raise UnsupportedError(
@@ -172,10 +174,10 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
 
 
 def check_scale(scale: Any, width: int) -> float:
-    """Check the factor on query @ key^T and return it; 1 / sqrt(`width`) for None.
+    """Check the softmax scale and return it; None gives 1 / sqrt(`width`).
 
     Raises:
-        OptionError: it is not a finite number.
+        OptionError: `scale` is not a finite number.
     """
     if scale is None:
         return 1 / math.sqrt(width)
@@ -190,10 +192,10 @@ def check_scale(scale: Any, width: int) -> float:
 
 
 def check_flag(name: str, flag: Any) -> bool:
-    """Check a boolean option and return it.
+    """Check that the option `name` is a bool and return its value.
 
     Raises:
-        OptionError: it is not a bool.
+        OptionError: `flag` is not a bool.
     """
     if not isinstance(flag, bool):
         raise OptionError(f"{name} must be True or False, got {shown(flag)}")
@@ -201,10 +203,10 @@ def check_flag(name: str, flag: Any) -> bool:
 
 
 def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
-    """Check which auxiliary outputs are asked for and return them as one record.
+    """Check `return_lse` and `return_aux`, and combine them into one `AuxRequest`.
 
     Raises:
-        OptionError: both arguments ask for some.
+        OptionError: `return_lse` is not a bool, or both arguments are given.
         ArgumentError: `return_aux` is not an `AuxRequest`.
     """
     check_flag("return_lse", return_lse)
@@ -220,16 +222,16 @@ def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
 def check_options(
     options: Any, default: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """Check kernel_options; return the tile sizes, and notes on options that are not used.
+    """Check `kernel_options`; return (BLOCK_M, BLOCK_N) and a note for each ignored option.
 
     Args:
-        options: kernel_options as the caller gave them.
-        default: tile sizes where BLOCK_M and BLOCK_N are not set; returned as it is if `options` is
-            None.
+        options: the `kernel_options` argument of the caller.
+        default: (BLOCK_M, BLOCK_N) to use if `options` is None or does not set them.
 
     Raises:
         ArgumentError: `options` is not a dict.
-        OptionError: an unknown name (with the nearest known one), or a bad tile size.
+        OptionError: an option is unknown (the message suggests a known name), or a tile size is
+            not a positive int.
     """
     if options is None:
         return default, ()
@@ -252,10 +254,10 @@ def check_options(
 
 
 def check_size(name: str, value: Any) -> int:
-    """Check a positive int of at most 2**31 - 1 and return it.
+    """Check that `value` is an int from 1 to 2**31 - 1 and return it.
 
     Raises:
-        OptionError: it is not one.
+        OptionError: `value` is not such an int.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name} must be a positive int, got {shown(value)}")
@@ -267,10 +269,10 @@ def check_size(name: str, value: Any) -> int:
 
 
 def check_sizes(name: str, value: Any) -> tuple[int, int]:
-    """Check a size for both axes, or a (query, kv) pair of sizes, and return the pair.
+    """Check a size for both axes or a (query, kv) pair of sizes, and return a (query, kv) pair.
 
     Raises:
-        OptionError: it is neither.
+        OptionError: `value` is neither a positive int nor a pair of positive ints.
     """
     sizes = value if isinstance(value, tuple | list) else (value, value)
     if len(sizes) != 2:
@@ -279,10 +281,10 @@ def check_sizes(name: str, value: Any) -> tuple[int, int]:
 
 
 def check_dtype(name: str, dtype: Any, allowed: Sequence[torch.dtype] = DTYPES) -> torch.dtype:
-    """Check that a dtype is one of those allowed, and return it.
+    """Check that `dtype` is one of the `allowed` dtypes and return it.
 
     Raises:
-        DTypeError: it is another dtype, or none.
+        DTypeError: `dtype` is another dtype, or not a dtype.
     """
     if not isinstance(dtype, torch.dtype) or dtype not in allowed:
         raise DTypeError(f"{name} must be one of {_names(allowed)}, got {shown(dtype)}")
@@ -294,10 +296,10 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def check_seed(seed: Any) -> int:
-    """Check the seed of random numbers and return it.
+    """Check that a random seed is a signed 64-bit int and return it.
 
     Raises:
-        OptionError: it is no int of 64 bits.
+        OptionError: `seed` is not a signed 64-bit int.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise OptionError(f"seed must be an int of 64 bits, got {shown(seed)}")
@@ -305,16 +307,16 @@ def check_seed(seed: Any) -> int:
 
 
 def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
-    """Check the type of an argument and return it.
+    """Check that `value` is an instance of `kind` and return `value`.
 
     Args:
-        name: the argument.
-        value: its value.
-        kind: the class that it must have.
-        expected: what to pass, for the message.
+        name: name of the argument, for the error message.
+        value: value of the argument.
+        kind: the required class.
+        expected: description of a valid value, for the error message.
 
     Raises:
-        ArgumentError: it has another class.
+        ArgumentError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
         raise ArgumentError(f"{name} must be {expected}, got {shown(value)}")
@@ -322,7 +324,7 @@ def check_type(name: str, value: Any, kind: type[T], expected: str) -> T:
 
 
 def index_instead(mask: Any) -> str:
-    """Return how to use a tensor as a mask; "" for anything else."""
+    """Return advice for an error message on how to use a tensor as a mask; "" if not a tensor."""
     if not isinstance(mask, Tensor):
         return ""
     index = ", ".join(("b", "h", "q", "kv")[-min(mask.ndim, 4) :]) if mask.ndim > 1 else "kv"
@@ -330,7 +332,7 @@ def index_instead(mask: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format the value of an argument for a message, in at most a line."""
+    """Return `value` as a short text (at most one line) for an error message."""
     if isinstance(value, _PLAIN):
         return reprlib.repr(value)
     if isinstance(value, torch.dtype | torch.device | np.generic):
@@ -348,8 +350,8 @@ def check_captured(
     """Check that captured tensors are on the query's device; 0-d CPU tensors are always allowed.
 
     Args:
-        what: "score_mod" or "mask_mod", for the message.
-        names: names of the tensors.
+        what: "score_mod" or "mask_mod", for the error message.
+        names: variable names of the tensors.
         tensors: the captured tensors.
         device: device of the query.
 

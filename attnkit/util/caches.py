@@ -1,6 +1,6 @@
-"""Clear every cache of the package, and lock caches that several threads change.
+"""Registry of the package's caches: `clear_all` empties every registered cache.
 
-A module that defines a cache registers it here.
+A module that defines a cache registers it here. The module also provides the locks of caches.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ _clears: list[Callable[[], None]] = []
 
 
 def fork_safe_lock() -> threading.RLock:
-    """Create a reentrant lock that a forked child finds released.
+    """Create a reentrant lock that is released in the child process after a fork.
 
-    Another thread of the parent may hold it at the fork, and that thread does not exist in the
-    child. Call this for locks of modules only: nothing ever drops the lock.
+    Otherwise a lock that another thread of the parent holds at the fork would stay locked in the
+    child, where that thread does not exist. Use this for module-level locks only: the lock is
+    never freed.
     """
     lock: Any = threading.RLock()
     if hasattr(os, "register_at_fork"):
@@ -26,10 +27,10 @@ def fork_safe_lock() -> threading.RLock:
 
 
 def drop_oldest(table: dict[Any, Any]) -> None:
-    """Remove the entry that was added first, unless other threads have emptied the table."""
+    """Remove the oldest entry of `table`; do nothing if the table is empty."""
     for key in list(table)[
         :1
-    ]:  # the copy is one step of C; an iterator sees edits of other threads
+    ]:  # list() copies atomically; an iterator would fail if another thread edits the table
         table.pop(key, None)
 
 
@@ -37,7 +38,7 @@ def register(clear: Callable[[], None]) -> None:
     """Register a function that `clear_all` calls.
 
     Args:
-        clear: empties a cache; objects that are still in use must go on working.
+        clear: empties one cache. Objects from the cache that are still in use must keep working.
     """
     _clears.append(clear)
 

@@ -1,7 +1,8 @@
-"""Search and expand the row pointers of CSR lists, on one thread.
+"""Search and expand the row pointers of CSR lists, on one CPU thread.
 
-torch's `searchsorted` and `repeat_interleave` start all threads of a CPU even for a few numbers:
-4 to 15 ms each where other processes use the cores. NumPy's run on the calling thread.
+torch's `searchsorted` and `repeat_interleave` start all CPU threads even for a few numbers. That
+takes 4 to 15 ms per call if other processes use the cores. The functions of NumPy run on the
+calling thread.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from torch import Tensor
 
 
 def row_indices(counts: Tensor) -> Tensor:
-    """Return the row of every entry, int64: index i repeated counts[i] times.
+    """Return the row index of every CSR entry (int64): row i is repeated `counts[i]` times.
 
     Args:
-        counts: int [rows], entries of each row.
+        counts: int [rows], number of entries of each row.
     """
     if counts.is_cpu:
         return torch.from_numpy(np.repeat(np.arange(counts.numel()), counts.numpy()))
@@ -23,14 +24,14 @@ def row_indices(counts: Tensor) -> Tensor:
 
 
 def searchsorted_right(ends: Tensor, values: Tensor) -> Tensor:
-    """Return how many of `ends` are at most each value: `torch.searchsorted(..., right=True)`.
+    """Return `torch.searchsorted(ends, values, right=True)`, computed on one thread on the CPU.
 
     Args:
         ends: [n], ascending.
         values: [m].
 
     Returns:
-        int64 [m].
+        int64 [m]: for each value, how many of `ends` are less than or equal to it.
     """
     if ends.is_cpu:
         return torch.from_numpy(np.searchsorted(ends.numpy(), values.numpy(), side="right"))

@@ -1,13 +1,14 @@
-"""Tell whether the data of a tensor is still that from which something was derived, whoever wrote it.
+"""Detect whether the data of a tensor changed after a cached value was computed from it.
 
-Torch's version counter does not see every write: a NumPy or DLPack view, `tensor.data[...]`, a copy
-into the storage, a fused optimizer, a collective of torch.distributed and a kernel of one's own
-raise none. So a `DataState` also holds the content of the tensor. On the CPU that is a copy, which
-is compared before the derived value is used. On a GPU it is a fingerprint (`fingerprint`), which
-cannot be compared without waiting; `attnkit.runtime.data_guard` compares it on the GPU.
+torch's version counter does not count every write. It misses writes through a NumPy or DLPack view,
+`tensor.data[...]`, a copy into the storage, a fused optimizer, a torch.distributed collective and a
+custom kernel. A `DataState` therefore also records the content of the tensor. On the CPU it keeps a
+copy and compares it before a cached value is used. On a GPU it keeps a fingerprint (`fingerprint`).
+The host cannot compare a fingerprint without a synchronization, so `attnkit.runtime.data_guard`
+compares it on the GPU.
 
-All caches share one state per tensor. A state is created before anything is derived from the data,
-so that what a cache derives later is checked against the same content.
+All caches share one state per tensor. The state is created before any value is computed from the
+data, so every cached value is checked against the same content.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from attnkit.util.torch_private import PLAIN, is_stream_capturing, version
 
 
 def address(tensor: Tensor) -> int:
-    """Return the address of a tensor's data, 0 if it has none.
+    """Return the data pointer of `tensor`, or 0 if it has none (for example a functorch wrapper).
 
-    States compare it because `t.data = other` does not raise the version counter.
+    A `DataState` compares it because `t.data = other` does not increment the version counter.
     """
     try:
         return tensor.data_ptr()
@@ -42,12 +43,12 @@ def address(tensor: Tensor) -> int:
 
 
 class DataState:
-    """Records the data of a tensor, to tell later whether the tensor still holds the same data.
+    """Snapshot of a tensor's data that detects whether the data has changed since.
 
     Attributes:
         reference: weak reference to the tensor.
-        valid: False after `invalidate`.
-        expected: fingerprint of a tensor whose data is compared on its device; else None.
+        valid: False after `invalidate`, or after a comparison that found other data.
+        expected: recorded fingerprint if the data is compared on the tensor's device; else None.
     """
 
     __slots__ = (
@@ -72,12 +73,12 @@ class DataState:
         *,
         compare: bool = True,
     ) -> None:
-        """Record the data of a tensor.
+        """Record the version, address and content of `tensor`.
 
         Args:
             tensor: the tensor.
-            forget: called when the tensor is deleted.
-            compare: whether its content is compared. No need for tensors that only attnkit writes.
+            forget: called with the weak reference when the tensor is deleted.
+            compare: whether to record the content. False is for tensors that only attnkit writes.
         """
         self.reference = weakref.ref(tensor, forget)
         self.valid = True
@@ -105,17 +106,20 @@ class DataState:
                 self._ready.record(torch.cuda.current_stream(tensor.device))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is the same object with the same data, as far as the host sees.
+        """Return whether `tensor` is the recorded object and its data has not changed.
+
+        The content is not compared here if a GPU compares it (`expected` is not None) or if
+        version counters are trusted.
 
         Raises:
-            UnsupportedError: the host must wait for a GPU to compare, and a CUDA graph is captured.
+            UnsupportedError: the comparison must wait for a GPU while a CUDA graph is captured.
         """
         if self.reference() is not tensor or not self.valid:
             return False
         if not self._inference:
             if version(tensor) != self._version:
                 return False
-            if self._trusted and not setting.trusts:  # there is nothing to compare with
+            if self._trusted and not setting.trusts:  # no content was recorded
                 return False
         if address(tensor) != self._address:
             return False
@@ -124,10 +128,10 @@ class DataState:
         return self.has_content_of(tensor)
 
     def has_content_of(self, tensor: Tensor) -> bool:
-        """Compare the data itself.
+        """Return whether the content of `tensor` equals the recorded content.
 
-        Of a tensor whose data is compared on its device only the address is compared: a kernel may
-        read the data there.
+        If the data is compared on the tensor's device (`expected` is not None), this compares only
+        the address. If no content was recorded, this returns True.
 
         Raises:
             UnsupportedError: see `holds`.
@@ -143,24 +147,27 @@ class DataState:
         return torch.equal(_fingerprint(tensor), self._fingerprint)
 
     def wait_until_recorded(self) -> None:
-        """Wait until `expected` is computed, so that any stream may read it."""
+        """Wait until the GPU has computed `expected`, so that kernels on any stream may read it."""
         if self._ready is not None:
             self._ready.synchronize()
             self._ready = None
 
     def digest(self) -> bytes:
-        """Return a digest of the data, kept in host memory; empty if there is no copy there."""
+        """Return an 8-byte hash of the recorded data, or b"" if there is no copy in host memory."""
         if not self._digest and self._copy is not None:
             self._digest = hashlib.blake2b(self._copy.tobytes(), digest_size=8).digest()
         return self._digest
 
     def release(self) -> None:
-        """Free the copy and the fingerprint; the tensor was deleted, but caches hold its state."""
+        """Free the copy and the fingerprint after the tensor was deleted.
+
+        Caches may still reference this state.
+        """
         self._copy = self._fingerprint = self.expected = None
 
 
 def data_digest(states: Sequence[DataState]) -> int:
-    """Return a positive number for the data of tensors; 0 if the host has a copy of none."""
+    """Return a positive hash of the data of all `states`; 0 if no state has a copy on the host."""
     parts = [s.digest() for s in states]
     if not any(parts):
         return 0
@@ -168,9 +175,9 @@ def data_digest(states: Sequence[DataState]) -> int:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """View the memory of a CPU tensor as an array of integers, without an operator of torch.
+    """Return a NumPy integer view of a CPU tensor's memory, without calling a torch operator.
 
-    No mode intercepts it, and NaNs compare by their bits.
+    So no torch mode intercepts the access, and NaNs compare by their bits.
     """
     item = tensor.element_size()
     if not tensor.numel():
@@ -182,16 +189,16 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Compute the fingerprint of a tensor in the fastest way that its device has."""
+    """Compute the fingerprint of `tensor`, with the registered kernel if its device has one."""
     own = setting.compares_on(tensor.device)
     return setting.record(tensor) if own else fingerprint(tensor)
 
 
 def _refuse_capture(tensor: Tensor) -> None:
-    """Refuse to wait for the GPU while a CUDA graph is captured.
+    """Raise if a comparison would have to wait for the GPU while a CUDA graph is captured.
 
     Raises:
-        UnsupportedError: a CUDA graph is captured on the current stream.
+        UnsupportedError: `tensor` is on a GPU whose current stream is capturing a CUDA graph.
     """
     if tensor.is_cuda and is_stream_capturing():
         raise UnsupportedError(
@@ -204,12 +211,12 @@ def _refuse_capture(tensor: Tensor) -> None:
 
 
 class Setting:
-    """Holds settings of all threads, because autograd runs backwards in threads of its own.
+    """Process-wide settings; they are not per thread because autograd uses its own threads.
 
     Attributes:
-        trusts: see `trust_version_counters`.
-        compares_on: whether data on a device is compared there, so that the host need not wait.
-        record: computes a fingerprint on such a device.
+        trusts: whether version counters are trusted, see `trust_version_counters`.
+        compares_on: function from a device to whether data is compared on that device.
+        record: function that computes the fingerprint of a tensor on such a device.
     """
 
     trusts = False
@@ -223,7 +230,7 @@ caches.register(_states.clear)
 
 
 def state_of(tensor: Tensor) -> DataState:
-    """Return the state of a tensor: the same object for as long as its data is unchanged."""
+    """Return the `DataState` of `tensor`: the same object until a change of its data is found."""
     state = _states.get(id(tensor))
     if state is not None and state.holds(tensor):
         return state
@@ -231,10 +238,10 @@ def state_of(tensor: Tensor) -> DataState:
 
 
 def settled_state_of(tensor: Tensor) -> DataState:
-    """Return the state of a tensor, and make sure that its data is the tensor's now.
+    """Return the `DataState` of `tensor` after comparing its content, on a GPU too.
 
-    For data that is compared on a GPU this waits for it, unless a CUDA graph is captured. Slow paths
-    call it before they use what caches have derived from the data.
+    For data that is compared on a GPU this waits for the GPU, unless a CUDA graph is captured. Slow
+    paths call it before they use values that were cached for the data.
     """
     state = _states.get(id(tensor))
     if state is not None and state.expected is not None and not setting.trusts:
@@ -244,12 +251,12 @@ def settled_state_of(tensor: Tensor) -> DataState:
 
 
 def set_own(tensor: Tensor) -> None:
-    """Say that only attnkit writes to a new tensor, so that its content need not be compared."""
+    """Mark a new tensor as written only by attnkit, so its content is never compared."""
     _new_state(tensor, compare=False)
 
 
 def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
-    key, states = id(tensor), _states  # a local name, because modules lose theirs at exit
+    key, states = id(tensor), _states  # a local: module globals may be cleared at exit
 
     def forget(reference: Any) -> None:
         known = states.get(key)
@@ -262,17 +269,17 @@ def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
 
 
 def invalidate(tensor: Tensor) -> None:
-    """Forget what was derived from a tensor: tiles, proofs of indices and fingerprints.
+    """Drop everything cached for the data of `tensor`: tiles, index bounds and fingerprints.
 
-    Call it after a write that torch's version counter does not see: by a kernel of your own, a
-    DLPack view, a fused optimizer or a collective of torch.distributed. On the CPU such writes are
-    found without it. On a GPU the next call of attnkit rebuilds what it needs; without
-    `invalidate` the call after a write computes with old tiles, and a later call raises
-    `StaleDataError`.
+    Call this function after a write that torch's version counter does not count, such as a write by
+    a custom kernel, a DLPack view, a fused optimizer or a torch.distributed collective. On the CPU
+    attnkit detects such writes itself. On a GPU the next attnkit call rebuilds what it needs.
+    Without `invalidate` the first call after the write computes with old tiles, and a later call
+    raises `StaleDataError`.
 
     Args:
-        tensor: a tensor that a score_mod or mask_mod captures, a block list, or any tensor that
-            shares its storage.
+        tensor: a tensor captured by a score_mod or mask_mod, a block list, or any tensor that
+            shares the storage of one of these.
 
     Raises:
         ArgumentError: `tensor` is not a tensor.
@@ -290,7 +297,7 @@ def invalidate(tensor: Tensor) -> None:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, 0 if it has none."""
+    """Return the data pointer of the storage of `tensor`, or 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -298,18 +305,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 def trust_version_counters(trust: bool = True) -> AbstractContextManager[None]:
-    """Choose whether a version counter of torch alone may tell that data is unchanged.
+    """Choose whether attnkit detects changes of captured data by torch's version counters alone.
 
-    If so, attnkit neither compares captured data on the CPU nor checks fingerprints on the GPU. That
-    saves about 2 us of each call, and it is your promise that every write to captured tensors goes
-    through an in-place operator of torch or is followed by `attnkit.invalidate`. If the promise is
-    broken, results are wrong without a word.
+    If `trust` is True, attnkit neither compares captured data on the CPU nor checks fingerprints on
+    the GPU. That saves about 2 us per call. The caller must then make sure that every write to a
+    captured tensor goes through an in-place torch operator or is followed by `attnkit.invalidate`.
+    Otherwise results can be silently wrong.
 
-    The setting is for all threads of the process, because autograd runs backwards in threads of its
-    own. Used in a `with` statement it ends with the block.
+    The setting applies to all threads of the process, because autograd runs backward passes in its
+    own threads. In a `with` statement, the previous setting is restored after the block.
 
     Args:
-        trust: whether to trust version counters; not at start.
+        trust: whether to trust version counters. attnkit starts with False.
 
     Raises:
         OptionError: `trust` is not a bool.
@@ -330,14 +337,17 @@ def _restored(before: bool) -> Iterator[None]:
 def compare_on_devices(
     compares_on: Callable[[torch.device], bool], record: Callable[[Tensor], Tensor] = fingerprint
 ) -> tuple[Callable[[torch.device], bool], Callable[[Tensor], Tensor]]:
-    """Set which devices compare data themselves; who uses a state then has to ask them to.
+    """Register the devices that compare captured data by a kernel instead of on the host.
+
+    For a tensor on such a device `DataState.holds` does not compare the content. The user of the
+    state must launch a kernel that compares `DataState.expected`.
 
     Args:
-        compares_on: device -> whether it compares data.
-        record: computes the fingerprint of a tensor on such a device.
+        compares_on: function from a device to whether data is compared on that device.
+        record: function that computes the fingerprint of a tensor on such a device.
 
     Returns:
-        The functions that were set before.
+        The previous `compares_on` and `record`.
     """
     before = setting.compares_on, setting.record
     setting.compares_on, setting.record = compares_on, record

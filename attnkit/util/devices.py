@@ -1,4 +1,4 @@
-"""Parse devices, and resolve them to the form in which tensors report them."""
+"""Parse device arguments and resolve them to a `torch.device` with an index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attnkit.util.arguments import shown
 
 
 def parse_device(device: Any) -> torch.device:
-    """Convert a device, its name or its CUDA index to a `torch.device`.
+    """Convert a device, a device name or a CUDA index to a `torch.device`.
 
     Raises:
-        DeviceError: it is none of these.
+        DeviceError: `device` is none of these.
     """
     try:
         return torch.device(device)
@@ -23,10 +23,10 @@ def parse_device(device: Any) -> torch.device:
 
 
 def resolve_device(device: Any) -> torch.device:
-    """Return the device with its index: "cuda" gives the current CUDA device, such as cuda:0.
+    """Return the `torch.device` that a tensor on `device` reports: "cuda" gives cuda:0, say.
 
     Raises:
-        DeviceError: torch has no such device here.
+        DeviceError: torch has no such device on this machine.
     """
     parsed = parse_device(device)
     try:
@@ -36,7 +36,7 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device, None for any other."""
+    """Return (major, minor) compute capability of a CUDA device; None for any other device."""
     if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device)
     return None

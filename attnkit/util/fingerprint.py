@@ -1,11 +1,11 @@
-"""Compute fingerprints of tensors: 64 bits for each KiB, equal only if the data is equal.
+"""Compute fingerprints of tensors: a 64-bit checksum for each KiB of data.
 
-A tensor is read as 32-bit words w[0], w[1], ... in the order of its memory. A chunk of `CHUNK` words
-has two sums of 32 bits, over its words: of `mix_a(w[i] + key[i])` and of `mix_b(w[i] ^ key[i])`, where
-i counts within the chunk. Both functions are bijections, so a change of one word always changes both
-sums; for changes of several words 64 bits agree by chance. `mix_a` is the finalizer of MurmurHash3
-(Appleby 2011), `mix_b` is "lowbias32" (Wellons 2018). `attnkit.templates.common.fingerprint` computes
-the same sums in a kernel.
+A tensor is read as 32-bit words w[0], w[1], ... in memory order. Each chunk of `CHUNK` words has
+two 32-bit sums: of `mix_a(w[i] + key[i])` and of `mix_b(w[i] ^ key[i])` over its words, where i is
+the index within the chunk. Both functions are bijections, so a change of one word always changes
+both sums. After changes of several words the 64 bits are equal only by chance. `mix_a` is the
+finalizer of MurmurHash3 (Appleby 2011), `mix_b` is "lowbias32" (Wellons 2018).
+`attnkit.templates.common.fingerprint` computes the same sums in a kernel.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 256  # words; a kernel reads one by 8 loads of a warp, all in flight at once
+CHUNK = 256  # words; one warp of the kernel reads a chunk by 8 loads, all in flight at once
 # key[i] = (i + 1) * KEY
 KEY = 0x9E3779B9
 # (shift, factor), (shift, factor), last shift
 MIX_A = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), 16)
 MIX_B = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
 
-_PIECE = 1 << 14  # chunks that are computed at once, which bounds the memory
+_PIECE = 1 << 14  # chunks that are computed at once, to bound temporary memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """View a tensor as integers: those of which its fingerprint is computed.
+    """Return the integer view of `tensor` over which `fingerprint` computes its sums.
 
     Returns:
-        int32 [n] without gaps where that is possible. Else a view with gaps: int32, or int8 or
-        int16 for elements so narrow, whose axes are sorted by their strides and merged, and which
-        has no axis along which data repeats. Narrow integers count as words with their sign.
+        A contiguous int32 [n] if the data is contiguous and aligned to 4 bytes. Else a strided view
+        whose axes are sorted by stride and merged, without axes of stride 0. Its dtype is int32, or
+        int8 or int16 for elements of 1 or 2 bytes. `fingerprint` sign-extends these to words.
     """
     t = tensor.detach()
     item = t.element_size()
@@ -50,7 +50,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge axes, outermost first, whose elements follow one another in memory."""
+    """Merge neighboring (size, stride) axes, outermost first, that one axis can describe."""
     merged: list[tuple[int, int]] = []
     for size, stride in axes:
         if merged and merged[-1][1] == size * stride:
@@ -61,13 +61,13 @@ def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Compute the fingerprint of a tensor on its device, without waiting for it.
+    """Compute the fingerprint of `tensor` on its device, without a synchronization.
 
     Args:
-        tensor: any shape, strides and dtype of at most 8 bytes.
+        tensor: any shape and strides; elements of at most 8 bytes.
 
     Returns:
-        int32 [chunks, 2], equal for tensors with equal `words_of`.
+        int32 [chunks, 2], two sums for each chunk. Tensors with equal `words_of` have equal sums.
     """
     with torch.no_grad():
         words = words_of(tensor).reshape(-1).to(torch.int32)
@@ -98,10 +98,10 @@ def _mix(x: Tensor, how: tuple[tuple[int, int], tuple[int, int], int]) -> Tensor
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """Shift the 32 bits of a word to the right and fill with zeros."""
+    """Return the logical (zero-filled) right shift of int32 words by `count` bits."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 
 def _signed(factor: int) -> int:
-    """Return the int32 with the bits of an unsigned number."""
+    """Return the signed 32-bit integer that has the bits of the unsigned `factor`."""
     return factor - (1 << 32) if factor >> 31 else factor

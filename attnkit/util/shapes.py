@@ -1,4 +1,4 @@
-"""Broadcast shapes without `torch.broadcast_shapes`, whose first call imports sympy."""
+"""Broadcast shapes without `torch.broadcast_shapes`, which imports sympy at its first call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that tensors of these shapes broadcast to.
+    """Return the shape to which tensors of the given shapes broadcast.
 
     Raises:
-        ValueError: they do not broadcast.
+        ValueError: the shapes do not broadcast.
 
     >>> broadcast((3, 1), (4,), ())
     (3, 4)

@@ -1,4 +1,4 @@
-"""Cache values that are derived from the data of tensors, for as long as the data is unchanged."""
+"""Cache values that are computed from the data of tensors, until the data changes."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from attnkit.util.data_state import DataState, state_of
 
 T = TypeVar("T")
 
-# Guards the entries of every `VersionedCache`: keys compare in Python, so that a thread may be
-# interrupted inside of an operation on a dictionary. Nobody computes a value while holding it.
+# Guards the entries of every `VersionedCache`: keys compare in Python code, so a thread may be
+# interrupted inside a dictionary operation. No thread computes a value while it holds the lock.
 _lock = caches.fork_safe_lock()
 
 
 class VersionedCache(Generic[T]):
-    """Maps (key, tensors) to a value, with a bounded size; an edited or new tensor is a miss.
+    """LRU cache from (key, tensors) to a value; a tensor whose data has changed is a miss.
 
-    Threads may share a cache. Two that miss at the same time both compute the value. Tensors are
-    referenced weakly. `DataState` says which edits are noticed: on the CPU all of them.
+    Threads may share a cache. Two threads that miss at the same time both compute the value. The
+    cache references tensors weakly. `DataState` describes which changes are detected (on the CPU,
+    all of them).
     """
 
     def __init__(self, size: int, *, copies: bool = True) -> None:
         """Create an empty cache.
 
         Args:
-            size: largest number of entries; the least recently used is dropped first.
-            copies: whether to copy inference tensors, to compare their data later. If not, values
-                that depend on inference tensors are not cached.
+            size: largest number of entries; the least recently used entry is dropped first.
+            copies: whether to record the data of inference tensors, to compare it later. If False,
+                values that depend on inference tensors are not cached.
         """
         self._size = size
         self._copies = copies
         self._entries: OrderedDict[Hashable, tuple[tuple[DataState, ...], T]] = OrderedDict()
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
-        """Return the value for a key and tensors; call `make` on a miss."""
+        """Return the value cached for `key` and `tensors`; compute it with `make` on a miss."""
         if not self._copies and any(t.is_inference() for t in tensors):
             return make()
         full = (key, tuple(id(t) for t in tensors))
@@ -59,7 +60,7 @@ class VersionedCache(Generic[T]):
         return value
 
     def __len__(self) -> int:
-        """Count the values."""
+        """Return the number of cached values."""
         return len(self._entries)
 
     def clear(self) -> None:

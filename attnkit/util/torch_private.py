@@ -1,8 +1,8 @@
 """Wrap every private name of torch that attnkit uses; no other module uses private names of torch.
 
-torch has no public counterpart of these, or one that costs microseconds at every call. Where a
-version of torch lacks an optional name, a public and slower counterpart replaces it.
-tests/util/test_torch_private.py says which version has which name.
+These names have no public counterpart, or a public one that costs microseconds per call. If a
+version of torch lacks an optional name, a slower public counterpart replaces it.
+tests/util/test_torch_private.py lists the names that each version of torch has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "version",
 ]
 
-# (shape, strides, dtype) -> a tensor whose elements are not initialized.
+# Function (shape, strides, dtype) -> an uninitialized tensor.
 EmptyStrided: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
 
 # Tensor classes that do not override operators.
@@ -64,16 +64,16 @@ _TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
 _OLD_VMAP = _C._parse_dispatch_key("VmapMode")
 
-# torch.nn.functional's functions in C.
+# The C++ functions behind torch.nn.functional.
 neural_functions: Any = _C._nn
-# A context manager: inside it no mode and no subclass intercepts a call.
+# Context manager that disables __torch_function__ of modes and tensor subclasses.
 DisableTorchFunction: Any = _C.DisableTorchFunction
-# How often a tensor was edited in place.
+# Version counter of a tensor: the number of its in-place edits.
 version: Callable[[Tensor], int] = attrgetter("_version")
 grad_enabled: Callable[[], bool] = _C.is_grad_enabled
 deterministic_enabled: Callable[[], bool] = _C._get_deterministic_algorithms
 in_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
-# How many `TorchFunctionMode`s are active.
+# Number of active `TorchFunctionMode`s.
 function_mode_count: Callable[[], int] = _C._len_torch_function_stack
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_batchedtensor
 is_functional: Callable[[Tensor], bool] = torch._is_functional_tensor
@@ -84,9 +84,9 @@ def _stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# The handle of the current stream of a CUDA device, without an object around it.
+# Raw handle (cudaStream_t as int) of the current stream of a CUDA device.
 stream_of: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream)
-# The current CUDA device.
+# Index of the current CUDA device.
 device_index: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 # Whether the current stream of the current CUDA device is capturing a CUDA graph.
 is_stream_capturing: Callable[[], bool] = getattr(
@@ -95,9 +95,9 @@ is_stream_capturing: Callable[[], bool] = getattr(
 
 
 def fast_empty_strided(device: torch.device) -> EmptyStrided:
-    """Return a fast `empty_strided` for a device.
+    """Return a function (shape, strides, dtype) that allocates an uninitialized tensor on `device`.
 
-    A CUDA device must be the current one whenever the result is called.
+    If `device` is a CUDA device, it must be the current device whenever the function is called.
     """
     fast: EmptyStrided | None = getattr(_GUARDS, f"_empty_strided_{device.type}", None)
     if fast is not None:
@@ -110,21 +110,21 @@ def fast_empty_strided(device: torch.device) -> EmptyStrided:
 
 
 def in_batched_gradients() -> bool:
-    """Return whether torch.autograd computes several gradients at once (`is_grads_batched`)."""
+    """Return whether autograd is computing batched gradients (`is_grads_batched=True`)."""
     return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
 
 
 def in_forward_ad() -> bool:
-    """Return whether forward-mode derivatives are being computed."""
+    """Return whether forward-mode AD is active."""
     return forward_ad._current_level >= 0
 
 
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
-    """Return whether anything but autograd intercepts an operator called with these tensors.
+    """Return whether anything except autograd intercepts an operator called with `tensors`.
 
-    This may be a mode (except torch.device as a context, which acts on new tensors only), a
-    functorch transform, batched gradients, a forward-mode derivative, a jit trace, a tensor subclass, or a tensor
-    whose values differ from those in its memory (lazy negation, zero tensors).
+    This may be a mode (except torch.device as a context, which affects only new tensors), a
+    functorch transform, batched gradients, forward-mode AD, a jit trace, a tensor subclass, or a
+    tensor whose values differ from those in its memory (lazy negation, zero tensors).
     """
     if (
         _C._len_torch_dispatch_stack()
@@ -144,7 +144,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
 
 
 def only_devices() -> bool:
-    """Return whether every active `TorchFunctionMode` is torch.device used as a context."""
+    """Return whether every active `TorchFunctionMode` is a torch.device used as a context."""
     for i in range(function_mode_count()):
         if type(_C._get_function_stack_at(i)) is not DeviceContext:
             return False
@@ -152,10 +152,11 @@ def only_devices() -> bool:
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return a function that checks whether other tensors are like these; None if torch has none.
+    """Return a guard `check(*others)` that tests whether other tensors match `tensors`.
 
-    It compares classes, dtypes, devices, shapes, strides and requires_grad, and the dispatch keys
-    that modes, transforms and autocast add to a call.
+    The guard compares classes, dtypes, devices, shapes, strides, requires_grad, and the dispatch
+    keys that modes, transforms and autocast add to a call. The result is None if this version of
+    torch has no such guard or if the guard rejects `tensors` themselves.
     """
     if _TENSOR_GUARDS is None:
         return None
@@ -168,24 +169,24 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a `FakeTensor`, without importing the module of that class."""
+    """Return whether `tensor` is a `FakeTensor`, without importing the module of that class."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def mark_constant(function: Callable[..., Any]) -> None:
-    """Make torch.compile call a function at compile time and treat its result as a constant.
+    """Make torch.compile call `function` at compile time and treat its result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which takes a second.
+    `torch.compiler.assume_constant_result` does the same but imports Dynamo, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def dynamo_parts() -> SimpleNamespace:
-    """Import and return the parts of Dynamo that trace FlexAttention.
+    """Import the parts of Dynamo that trace FlexAttention and return them as one namespace.
 
     Raises:
-        ImportError: this version of torch has them in other modules.
+        ImportError: this version of torch does not have these parts, or has them elsewhere.
     """
     from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
     from torch._dynamo.exc import UserError, UserErrorType
