@@ -1,4 +1,4 @@
-"""Kernels of several calls: what a programmatic dependent reads before griddepcontrol.wait."""
+"""Check reads of a programmatic dependent kernel before griddepcontrol.wait."""
 
 from __future__ import annotations
 

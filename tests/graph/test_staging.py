@@ -1,4 +1,4 @@
-"""Check that each value gets the smallest level, and that splitting a linear score is exact."""
+"""Check that each value gets the lowest level, and that splitting a linear score is exact."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_a_distance_is_relative(i: int, j: int, op: str) -> None:
 
 
 def test_a_comparison_of_positions_is_relative() -> None:
-    """Its sides are not, but it reads only their distance; a sum of positions is no distance."""
+    """A comparison of q and kv is relative if it depends on q - kv alone.
+
+    Its two sides are not relative by themselves, and a sum of positions is not a distance.
+    """
     q, kv = arg("q"), arg("kv")
     for op in ("lt", "le", "eq"):
         assert is_relative(build(op, q, kv))

@@ -1,4 +1,4 @@
-"""Check calls under any `torch.set_default_device`: their tensors are where their inputs are."""
+"""Check that calls allocate on the device of their inputs under any `torch.set_default_device`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def sizes() -> dict[str, int]:
-    """Return the size of each cache by name: functions, tensors, weak tables, dictionaries."""
+    """Return the number of entries of each cache in the tested modules, by name."""
     found: dict[str, int] = {}
     for module in modules():
         members: dict[str, Any] = dict(vars(module))

@@ -1,4 +1,4 @@
-"""Check that `attnkit.clear_caches` empties every cache of the process, and that calls go on."""
+"""Check that `attnkit.clear_caches` empties every cache, and that later calls still work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_oldest_entry_is_dropped() -> None:
 
 def test_an_entry_that_another_thread_drops_first_is_no_error() -> None:
     class Emptied(dict[str, int]):
-        """A table that another thread empties as soon as its keys were read."""
+        """Dictionary that is emptied once its keys were read, as if by another thread."""
 
         def __iter__(self) -> Iterator[str]:
             keys = list(super().__iter__())

@@ -1,4 +1,4 @@
-"""Check interval normal form: equal to brute force, with a reason where a mask has none."""
+"""Check the interval normal form of masks against brute force, and the reason for refusals."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ REFUSED = [
 
 
 def kept(found: Intervals) -> Tensor:
-    """Return the mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
+    """Return the dense mask of the interval bounds, bool [batch, heads, q_len, kv_len]."""
     low, high = found.rows().unbind(-1)
     kv = torch.arange(found.shape[3])
     return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
 
 
 def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
-    """Compare the form with the dense mask, as expression and by rows; -1 if there is none."""
+    """Compare the form with the dense mask; return its number of intervals, -1 if it has none."""
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     if isinstance(found, NoIntervals):
         return -1
@@ -82,7 +82,7 @@ def test_library(name: str) -> None:
     keep_below=st.booleans(),
 )
 def test_negative_divisors(divisor: int, op: str, limit: int, sides: str, keep_below: bool) -> None:
-    """Rows and tiles of what a negative constant divides are those of the dense mask."""
+    """Intervals and tiles are exact for division by negative constants."""
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         x = {"kv": kv, "-kv": -kv, "q - kv": q - kv, "kv - 20": kv - 20, "2 * kv + q": 2 * kv + q}
