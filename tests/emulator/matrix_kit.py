@@ -18,7 +18,7 @@ TORCH = {
 
 
 def values(kind: str, *shape: int) -> tuple[Any, Any]:
-    """Return (float64 values, their bytes as uint8 with a last axis of the item size)."""
+    """Draw random values of `kind`; return them in float64, and as bytes with an extra axis."""
     if kind == "s8":
         x = torch.randint(-100, 100, shape, dtype=torch.int8)
     else:

@@ -287,7 +287,8 @@ def test_vectors_of_64_bits_from_shared_memory() -> None:
 def test_arrays_below_4_gib_are_global_memory() -> None:
     """Arrays below 4 GiB are read as global memory, not as shared memory.
 
-    Some Python interpreters have their heap there, and so are generic addresses of shared memory.
+    Some Python interpreters have their heap there. Generic addresses of shared memory are in the
+    same range.
     """
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p

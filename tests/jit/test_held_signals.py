@@ -1,4 +1,4 @@
-"""Check that a signal during a compilation acts after it, once."""
+"""Check that a signal during a compilation takes effect after the compilation, once."""
 
 from __future__ import annotations
 

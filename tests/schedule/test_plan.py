@@ -1,4 +1,4 @@
-"""Check which template and tiles a call gets, and what is said where it gets none."""
+"""Check which template and tiles a call gets, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSAL = lambda b, h, q, kv: q >= kv
 
 @pytest.fixture
 def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as on a machine with the DSL."""
+    """Patch the plan to assume that the DSL is installed."""
     monkeypatch.setattr(plan, "has_dsl", lambda: True)
 
 

@@ -152,7 +152,7 @@ def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def document_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask documents that see their first 16 tokens both ways, the rest causally."""
+    """Mask documents with 16 tokens visible to the whole document; the rest is causal."""
     start = START[DOCUMENT[kv]]
     return (DOCUMENT[q] == DOCUMENT[kv]) & ((q >= kv) | (kv - start < 16))
 
