@@ -401,7 +401,10 @@ def test_a_folder_of_another_user_is_not_read(cache: KernelCache, owners: dict[P
 def test_an_entry_of_another_user_is_not_read(
     owners: dict[Path, int], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for a folder that the user named."""
+    """An entry of another user is not read, unless that user is root.
+
+    This holds also for a folder that the user named.
+    """
     if not named:
         monkeypatch.delenv("ATTNKIT_CACHE_DIR")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -78,7 +78,7 @@ def alibi(draw):
 
 
 def t5_bucket(distance, count, max_distance):
-    """Compute T5's bucket: exact + floor(log(d / exact) / log(max / exact) * rough)."""
+    """Compute T5's bucket, exact + floor(log(d / exact) / log(max / exact) * rough), exactly."""
     exact = count // 2
     rough = count - exact
     if distance < exact:

@@ -226,7 +226,10 @@ def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
 
 
 def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
-    """The tests above would detect a wrong order of the list."""
+    """The protocol deadlocks if the work list is reversed.
+
+    So the tests above would detect a wrong order of the list.
+    """
     runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
     shape = Shape(1, 1, 1)
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)

@@ -110,7 +110,10 @@ def test_bands_take_first_writers_without_waiting(name: str) -> None:
 
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_full_attention_would_wait(length: int) -> None:
-    """Without a mask all kv tiles begin at the first q tile."""
+    """First-writer dQ is rejected without a mask.
+
+    All kv tiles begin at the first q tile then, and all but one would wait for its store.
+    """
     runs = made(None, length)
     assert "cycles more" in choose_first_writers(runs, scheduled(runs, 32), 32 * length * 128)
 

@@ -252,7 +252,10 @@ def test_the_last_wave_is_cut_where_it_pays() -> None:
 
 
 def test_a_cheap_last_wave_is_not_cut() -> None:
-    """Balanced work stays whole, as each work tile costs a prologue, and a split costs a merge."""
+    """Balanced work is not split.
+
+    Each work tile costs a prologue, and each split costs a merge.
+    """
     runs = made("causal", 64)
     assert not len(schedule_forward(runs, Shape(2, 16, 1 << 16), workers=132).split)
 

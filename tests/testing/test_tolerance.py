@@ -1,4 +1,4 @@
-"""Check the tolerance: as tight as the reference, never zero by luck, and it finds real errors."""
+"""Check that the tolerance is as tight as the reference allows, never zero, and finds errors."""
 
 from __future__ import annotations
 
