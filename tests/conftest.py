@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts background jobs with SIGINT ignored, and what tests start would inherit that.
+    # A shell starts background jobs with SIGINT ignored, which subprocesses of tests would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = config.getoption("--dsl-libraries")

@@ -18,7 +18,7 @@ from attnkit.templates.sm90.config import ForwardConfig
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-# Where a GPU or the DSL is missing, so are the libraries that some programs need.
+# Some programs need libraries that are missing where there is no GPU or DSL.
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:

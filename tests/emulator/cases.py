@@ -124,8 +124,8 @@ def backward_case() -> Case:
     return exe, args, lambda: next((text for w in wrong if (text := w())), None)
 
 
-# Those that the tests take, and all that can be studied from the command line; sums whose order
-# depends on the schedule, so that results may differ in their last bits.
+# cases of the tests; all cases of the command line; cases with sums whose order depends on the
+# schedule, so that results may differ in their last bits
 CASES: dict[str, Callable[[], Case]] = {
     "hopper": hopper_case,
     "blackwell": blackwell_case,

@@ -77,5 +77,5 @@ ADDRESSES = """
     shr.u32 %r9, %r2, 4; cvt.u64.u32 %d10, %r9; add.s64 %d11, %d10, 512;
     or.b64 %d12, %d10, {a}; or.b64 %d13, %d11, {b};
 """
-# Bits of a descriptor that tcgen05 wants set.
+# bits that must be set in a tcgen05 descriptor
 TC_HIGH = 1 << 46

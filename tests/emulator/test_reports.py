@@ -63,7 +63,7 @@ def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return exe.with_ptx(text)
 
     monkeypatch.setattr(kernel.CompiledKernel, "executable", executable)
-    # what is kept of it must be gone with the fault
+    # the cached executable must not outlive the fault
     monkeypatch.setattr(emulator_runs, "_executables", weakref.WeakKeyDictionary())
 
 

@@ -184,7 +184,7 @@ def _grown(key: Tensor) -> Tensor:
     return factors[:, None].to(key.dtype)
 
 
-# What the running maximum of a row does as the keys go by.
+# ways in which the running maximum of a row can move along the keys
 DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "negative": _negative,  # every score far below zero
     "steep": _steep,  # scores of a few hundred: almost all weight on one key

@@ -31,7 +31,7 @@ from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
 BF16 = torch.bfloat16
-HANDED_BY = 160  # threads of a barrier that hands over a chunk: a consumer and the adding warp
+HANDED_BY = 160  # threads of a barrier: a consumer, and the warp that adds its chunk of dQ
 SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "value_dim": 64, "dtype": BF16}
 
 

@@ -54,7 +54,7 @@ BAND = Variant(None, band)
 # --- the libraries
 
 
-# One of each: what the others are made with makes other tiles, which the forward's tests compare.
+# one mask of each kind; the others differ in their tiles only, which the forward's tests compare
 MASKS = [name for name in masks.examples(48) if "/" not in name]
 
 

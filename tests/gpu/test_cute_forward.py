@@ -118,7 +118,7 @@ def test_strides(layouts: tuple[str, str, str]) -> None:
     out = kit.check(BAND, case)["out"]
     if layouts[0] in ("contiguous", "transposed"):
         query = case.inputs(kit.DEVICE)[0]
-        assert out.stride() == query.stride()  # the output lies in memory as the query does
+        assert out.stride() == query.stride()  # the output has the strides of the query
 
 
 DIMS = (64, 96, 128, 192, 256, (192, 128), 72, 40)

@@ -41,8 +41,8 @@ MODULES = [
     test_memory,
     test_warp,
 ]
-# Instructions whose last bits the PTX ISA leaves to the hardware. Without one of them in a kernel,
-# results must have the same bits.
+# Instructions whose last bits the PTX ISA leaves to the hardware. The results of kernels without
+# them must be bit-identical.
 INEXACT = {
     "mma.sync",
     "wgmma.mma_async",
@@ -57,8 +57,8 @@ INEXACT = {
     "div.approx",
     "div.full",
 }
-# What the hardware does less exactly than the tests ask, in units in the last place of the largest
-# result: tanh.approx (PTX ISA: 2^-11), and sums of fp8 products, which Hopper keeps in fewer bits.
+# Looser limits where the hardware is less exact than the tests require, in units in the last place
+# of the largest result: tanh.approx (2^-11), and sums of fp8 products, which have fewer bits.
 LOOSER = {
     ("test_float", "tanh"): 2.0**12,
     ("test_mapped_gemm_hopper", ""): 2.0**12,

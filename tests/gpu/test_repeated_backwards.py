@@ -123,7 +123,7 @@ def test_tensors_that_share_memory(replayed: list[bool]) -> None:
     for _ in range(3):
         for seeds, wanted in zip(calls, expected, strict=True):
             close(found(*seeds), wanted)
-    # a tensor that is given twice is told by torch, and goes the longer way
+    # a call that passes one tensor twice takes the slow path
     assert replayed[-5:] == [False, True, False, True, False]
 
 

@@ -26,8 +26,8 @@ slope = load(0, F32, [h])
 bias = load(1, F32, [build("sub", q, kv)])  # negative indices wrap
 plane = load(2, F32, [b, build("mod", kv, const(4))])
 
-# Every operation from floats to a float, so that a new one without a rule is found: its gradient
-# would be 0. `round`, `where` and `cast` are not of this form.
+# All operations from floats to a float. A new one without a rule would have gradient 0 and fail.
+# `round`, `where` and `cast` are not of this form.
 UNARY = [op for op, form in ir.SIGNATURES.items() if form in (("f", "f"), ("n", "n"))]
 BINARY = [op for op, form in ir.SIGNATURES.items() if form in (("ff", "f"), ("nn", "n"))]
 UNARY.remove("round")

@@ -128,7 +128,7 @@ def test_promotion_is_that_of_torch_scalars() -> None:
 
 _Q, _KV, _SCORE, _TRUE, _FALSE = arg("q"), arg("kv"), arg("score"), const(True), const(False)
 _NEAR = build("lt", _Q, _KV)
-# What a rule that is dropped would leave correct and larger.
+# Expressions that would stay correct but larger if their rule were dropped.
 SMALLER: list[tuple[str, tuple[Node, ...], Node]] = [
     ("add", (const(0), _Q), _Q),
     ("sub", (_Q, const(0)), _Q),

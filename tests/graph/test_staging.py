@@ -44,7 +44,7 @@ def test_levels_of_a_mod() -> None:
 
 @given(st.frozensets(st.sampled_from(["b", "h", "scale", "q", "kv", "score", "grad"])))
 def test_level_is_the_smallest_that_knows(names: frozenset[str]) -> None:
-    # squares, so that q and kv do not meet in a difference
+    # squares, so that no difference q - kv occurs
     squares = [build("mul", cast(arg(n), F32), cast(arg(n), F32)) for n in sorted(names)]
     root = functools.reduce(lambda a, b: build("mul", a, b), squares, load(0, F32, []))
     known = {

@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
 
 
-# -- what another user could have written ---------------------------------------------------------
+# -- files that another user could have written ---------------------------------------------------
 
 
 STRANGER = 54321  # the uid of another user
@@ -615,7 +615,7 @@ def test_a_wait_for_a_process_that_hangs_ends(
 
 # -- kernels -------------------------------------------------------------------------------------
 
-# Makes one kernel; each compilation leaves a line in a log.
+# Requests one kernel; each compilation appends a line to a log.
 MAKE = """
 import sys
 import attnkit.jit.kernel as c

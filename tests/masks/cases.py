@@ -71,7 +71,7 @@ def alignment(draw):
         given = torch.tensor(own)
 
     def place(b, q):
-        after = q_len - 1 - q  # queries after this one, the last of which stands at the last key
+        after = q_len - 1 - q  # number of queries after this one; the last query is at the last key
         return own[b] - 1 - after
 
     return {"align": "bottom-right", "q_len": q_len, "kv_len": given}, q_len, own, place

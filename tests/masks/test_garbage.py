@@ -65,7 +65,7 @@ def _quantized():
     return torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint32)
 
 
-# A valid call of each function, with every argument.
+# valid arguments for each function, all of them given
 CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     masks.bigbird: {"random_blocks": INTS[None], "block": 2, "window_blocks": 1, "global_blocks": 1},
     masks.block_diagonal: {"size": 2, "kv_size": 3},

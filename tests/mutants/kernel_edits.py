@@ -14,7 +14,7 @@ from tests.mutants.edits import ROOT, Edit
 
 FOLDERS = ("templates/common", "templates/sm90", "templates/sm100")
 
-# The tests that run the code of a file in the emulator, nearest first; the longest prefix counts.
+# path prefix -> the tests that run that code in the emulator; the longest prefix counts
 NEAREST = {
     "templates/common/combine.py": "test_combine.py",
     "templates/common/exact_sums.py": "test_sm90_backward.py",

@@ -13,8 +13,8 @@ import pytest
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("without the DSL no call is planned for a kernel", allow_module_level=True)
 
-# The tensors are on the CPU: the script says what GPU there is, finds every kernel in the disk cache,
-# and leaves out the launches.
+# The tensors are on the CPU. The script simulates a GPU of the given compute capability, a disk
+# cache that has every kernel, and launches that do nothing.
 CALL = """
 import json, sys, types
 import torch, attnkit

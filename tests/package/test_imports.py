@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("mods", "masks", "templates")
 
-# Where the DSL cannot be installed, the modules that need it are passed over.
+# Modules that need the DSL are skipped where it cannot be installed.
 IMPORT_ALL = """
 import importlib, pkgutil, attnkit
 for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
@@ -64,7 +64,7 @@ def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) ->
     """`import attnkit` does not load the emulator, inspection, testing, CLI, masks or mods."""
     rooms = {name.split(".")[1] for name in loaded if name.startswith("attnkit.")}
     assert rooms & {"emulator", "inspection", "testing", "cli", "masks", "mods"} == set()
-    # What compiles comes with the first call that finds no kernel in the disk cache.
+    # The compiler modules load at the first call that finds no kernel in the disk cache.
     assert not {"attnkit.jit.build", "attnkit.jit.cubin", "attnkit.jit.sass_checks"} & set(loaded)
     assert not [n for n in loaded if n.startswith(("attnkit.splice.sm", "attnkit.splice.back"))]
     assert sum(name.startswith("attnkit.") for name in loaded) <= 120

@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_links_lead_to_the_top_level_folders(name: str) -> None:
     link = ROOT / "attnkit" / name
     assert link.is_symlink()
-    assert str(link.readlink()) == f"../{name}"  # relative: a clone can lie anywhere
+    assert str(link.readlink()) == f"../{name}"  # relative, because a clone can be anywhere
     assert (ROOT / name).is_dir()
 
 

@@ -55,7 +55,7 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
             found.append(column)
             column = after(turn, row, column)
         assert found == columns
-        assert column == columns[0]  # armed for the next launch
+        assert column == columns[0]  # reset for the next launch
         assert int(turn.last[row]) == columns[-1]
 
 

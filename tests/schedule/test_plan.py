@@ -218,7 +218,7 @@ def test_block_lists_get_a_kernel_whose_tiles_divide_theirs(
         assert found.block == first.block
 
 
-# ------------------------------------------------------------------------------- through the front
+# --------------------------------------------------------------------- through the public operator
 
 
 def test_the_emulated_kernel_is_chosen_and_shown() -> None:

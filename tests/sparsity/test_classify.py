@@ -69,7 +69,7 @@ def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     )
     record = Statistics()
     states = classified(traced, 90, 70, (61, 67), record).states()
-    assert record.dense > 0  # no room for a search, and corners do not tell
+    assert record.dense > 0  # the limit leaves no room for a search, and the corners do not decide
     expected = classified(traced, 90, 70, (1, 1), Statistics()).states()
     assert torch.equal(states, states_of(expected == 2, (61, 67)))
 
@@ -200,7 +200,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 SHAPES = [(N, N, (128, 128)), (N, N, (64, 96)), (1000, 700, (128, 64)), (333, N, (100, 512))]
 
 
-# Empty tiles that straddle the mask's own blocks, where ranges cannot see which pairs go together.
+# EMPTY tiles that straddle the mask's own blocks; ranges alone cannot relate q and kv there.
 UNDECIDED = {("sliding tile", (64, 96)), ("butterfly", (64, 96))}
 
 

@@ -19,7 +19,7 @@ from attnkit import codegen, flex_attention, masks, mods, schedule, splice
 from attnkit.jit import emulation
 from attnkit.util.tensor_cache import VersionedCache
 
-# What is loaded once, not derived from calls.
+# caches of code that is loaded once and does not depend on calls
 NOT_DATA = {"attnkit.splice.graph_capture.driver", "attnkit.splice.graph_capture._libc"}
 
 

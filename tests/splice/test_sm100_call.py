@@ -63,7 +63,7 @@ def test_maxima() -> None:
     wide = [t.double() for t in qkv]
     _, expected = flex_attention(*wide, None, CAUSAL, backend="eager", **given)
     torch.testing.assert_close(found.max_scores, expected.max_scores.float())
-    # a relative error of all exponentials, those on the FMA units, moves the LSE by as much
+    # the relative error of exponentials on the FMA units is an absolute error of the LSE
     assert float((found.lse - expected.lse).abs().max()) < 8.6e-5 + 1e-5
 
 

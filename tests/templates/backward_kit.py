@@ -152,7 +152,7 @@ def check(
     """
     arguments = (*drawn, captured, mod, mask)
     exact = gradients("eager", *arguments, torch.float64, scale)
-    # sums over whole heads see that the kernel takes rowsum(dO O) from a rounded O
+    # the kernel computes rowsum(dO O) from a rounded O, which is visible in sums over whole heads
     if mod is not None and len(captured) > 0:
         dense = rounded(*drawn, captured, mod, scale)
     else:

@@ -175,7 +175,7 @@ def template_attention(case: Case) -> dict[str, Tensor]:
     captured = [t.to(work) for t in case.captured]
     hooks = LambdaHooks(case.mask, case.score, captured, wanted=bool(captured))
     runs = runs_of(case)
-    # memory that is freed now is likely to be what the template gets next
+    # the template's next allocations are likely to reuse this memory
     torch.full((1 << 20,), math.nan)
     out, lse, top = cpu.forward(query, key, value, runs, hooks, case.scale, need_max=True)
     assert top is not None
@@ -221,7 +221,7 @@ def check(case: Case) -> dict[str, Tensor]:
             rms([r[n][exact[n].isfinite()] - w for n, w in zip(names, want, strict=True)])
             for r in (found, *dense)
         )
-        # what rounding the exact results costs, and rounding 1 where cancellation leaves nothing
+        # the rounding error of the exact results, and that of 1 where terms cancel
         floor = max(torch.finfo(dtype).eps * rms(want), torch.finfo(torch.float32).eps)
         assert error <= factor * max(*allowed, floor), (names, error, allowed)
     return found

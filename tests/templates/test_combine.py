@@ -18,7 +18,7 @@ from attnkit.splice.forward_sources import combine_source
 DIM, ROWS, PARTS = 64, 64, 3
 NAN, INF = math.nan, math.inf
 
-# LSEs of the parts of a row; the first rows of the tile have these, the others are random.
+# LSEs of the partial results of the tile's first rows; those of the other rows are random
 KINDS = [
     (0.0, 0.0, 0.0),
     (1.5, -2.0, 0.25),

@@ -38,7 +38,7 @@ def prepare() -> emulator.Executable:
         return emulator.Executable(cute.compile(kernel, *fakes, options=options), fakes)
 
 
-# what the last two columns hold, for slopes: each row's place in its q tile; here multiplied by zeros
+# the last two columns, used for slopes: each row's index in its q tile; multiplied by zeros here
 PLACES = torch.arange(ROWS).double()[:, None].expand(-1, 2)
 
 

@@ -98,7 +98,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
             assert torch.equal(a, b)
 
 
-# --- as compiled
+# --- compiled kernels
 
 
 LENGTH = 256

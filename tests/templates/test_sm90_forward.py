@@ -89,7 +89,7 @@ def close(name: str, actual: Tensor, expected: Tensor, dense: Tensor) -> None:
     comparable = finite & dense.isfinite()
     own = (dense - expected)[comparable].abs()
     error = (actual - expected)[finite].abs()
-    # the dense computation may happen to be exact: then a few roundings of float32 are allowed
+    # dense attention may be exact by chance; then a few float32 roundings are allowed
     rounding = 4 * torch.finfo(torch.float32).eps
     largest = float(expected[finite].abs().max()) if finite.any() else 0.0
     allowed = max(2 * float(own.max()) if own.numel() else 0.0, rounding * largest)

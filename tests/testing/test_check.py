@@ -403,7 +403,7 @@ def test_refuses(options: dict[str, Any], error: type[Exception], message: str) 
         check_variant(**{"examples": 2, **options})
 
 
-# --- what a check passes over
+# --- differences that a check ignores
 
 
 def notes(score_mod: Any, mask: Any = None, **options: Any) -> str:

@@ -90,7 +90,7 @@ def test_too_many_calls_one_by_one_are_refused() -> None:
         plain.dense_mask(lambda b, h, q, kv: _Double.apply(q * 1.0) > kv, (1, 1, 400, 400), CPU)
 
 
-# --- the dtype of a score_mod: what depends on a position is as wide as the scores
+# --- the dtype of a score_mod: values that depend on a position have the scores' dtype
 
 WIDE: dict[str, tuple[Any, Any]] = {
     "position times number": (lambda s, b, h, q, kv: s + q * 0.1, lambda q: q * 0.1),

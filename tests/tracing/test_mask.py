@@ -167,7 +167,7 @@ def test_traces_of_new_forms_are_reused_while_true() -> None:
     roots = [trace_cached(mask, "mask", device).root for _ in range(3)]
     assert roots[0] is roots[1] is roots[2]
     tensors = [trace_cached(mask, "mask", device).tensors for _ in range(2)]
-    assert all(x is y for x, y in zip(*tensors, strict=True))  # what is known of them stays known
+    assert all(x is y for x, y in zip(*tensors, strict=True))  # a cached trace keeps its tensors
     assert trace_cached(made(2, [CAUSAL, NEAR]), "mask", device).root is not roots[0]
     assert trace_cached(made(1, [CAUSAL, ODD]), "mask", device).root is not roots[0]
     by_value = trace_cached(made(1, [NEAR, CAUSAL]), "mask", device)

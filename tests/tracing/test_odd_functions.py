@@ -53,7 +53,7 @@ nested: list[Any] = [2.0]
 for _ in range(3000):
     nested = [nested]
 
-# Each doubles the score.
+# score_mods that double the score
 MODS: dict[str, Callable[..., Any]] = {
     "mutually recursive helpers": lambda s, b, h, q, kv: even(s) * 2,
     "no module": without_module(lambda s, b, h, q, kv: s * 2),

@@ -13,8 +13,8 @@ import attnkit
 from attnkit import flex_attention, masks
 from attnkit.util import caches
 
-# Makes calls of every kind, clears, and lists the caches that still hold something. What a machine
-# has (a library, a compiler) is no data of calls and may stay; interned nodes are held weakly.
+# Makes calls of every kind, clears, and lists the caches that are not empty. Facts about the
+# machine (a library, a compiler) do not depend on calls and may stay; interned nodes are weak.
 PROGRAM = """
 import importlib, pkgutil, sys, weakref
 import torch, attnkit

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from attnkit.util import torch_private
 from attnkit.util.package import FOLDER
 
-# By version of torch: names that attnkit does without where they are missing.
+# torch version -> names that are missing there and that attnkit does not need
 OPTIONAL = {
     "2.11": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
     "2.12": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},

@@ -167,7 +167,7 @@ def _ring_data() -> tuple[Arguments, Callable[[], str | None]]:
 RING = Program("ring", (Launch(_ring(), (0,), {"block": (64, 1, 1), "shared": 1024}),), _ring_data)
 
 
-# ---- a ring of two stages that bulk copies fill; a lane of each consumer warp gives a stage back
+# ---- a ring of two stages filled by bulk copies; one lane per consumer warp releases a stage
 def _copies() -> str:
     barriers = init(0, 1, "count full") + init(8, 1, "count full 1")
     barriers += init(16, 2, "count empty") + init(24, 2, "count empty 1")

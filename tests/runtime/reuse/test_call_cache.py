@@ -67,7 +67,7 @@ def window(size: int) -> Any:
     return lambda b, h, q, kv: (q >= kv) & (q - kv <= size)
 
 
-# -- what is the same ----------------------------------------------------------------------------
+# -- calls that hit the cache --------------------------------------------------------------------
 
 
 def test_repeated_calls_are_prepared_once(counter: Counter) -> None:
@@ -125,7 +125,7 @@ def test_results_of_every_kind(counter: Counter) -> None:
     assert counter.prepared == 2 + 2  # with and without maxima; the oracle
 
 
-# -- what differs --------------------------------------------------------------------------------
+# -- calls that miss it --------------------------------------------------------------------------
 
 
 def test_geometry_and_options(counter: Counter) -> None:
@@ -466,7 +466,7 @@ def test_a_tensor_edited_before_backward_is_an_error(which: str) -> None:
             out.sum().backward()
 
 
-# -- what stands between -------------------------------------------------------------------------
+# -- modes and transforms around a call ----------------------------------------------------------
 
 
 def test_modes_see_the_operator() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Writes the second tensor to the first, on the CPU.
+# functions that copy the second tensor to the first, on the CPU
 Writer: TypeAlias = Callable[[Tensor, Tensor], None]
 
 

@@ -30,7 +30,7 @@ from tests.sparsity.mask_graphs import dense as dense_graph
 
 EXAMPLES = masks.examples(96)
 
-# What rows keep at most, in intervals, at length 96; the other examples have no interval form.
+# largest number of intervals per row at length 96; the other examples have no interval form
 COUNTS = {
     "causal": 1, "sliding_window": 1, "sliding_window/both": 1, "sliding_window/right": 1,
     "prefix_lm": 1, "longformer": 2, "streaming_llm": 2, "block_diagonal": 1,
@@ -190,7 +190,7 @@ def test_documents_have_the_form_exactly_where_their_ids_stand_together(
         assert count == -1
 
 
-# --- what is found
+# --- the form
 
 
 def shown(mask: Callable[..., Any], **sizes: int) -> str:
@@ -269,7 +269,7 @@ def test_no_more_than_the_most_intervals() -> None:
     assert len(found) == 1
 
 
-# --- when it is made again
+# --- caching of the form
 
 
 def test_kept_until_the_data_changes() -> None:

@@ -17,7 +17,7 @@ from attnkit.sparsity.intervals.tiles import tiles_of
 from tests.sparsity.test_hierarchical import check, states_of
 
 LENGTH = 150
-# Rows of these keep one interval, in order.
+# masks whose rows keep one interval each, with sorted bounds
 ORDERED = {
     "causal", "sliding_window", "sliding_window/both", "sliding_window/right", "prefix_lm",
     "block_diagonal", "prefix", "document", "document/causal", "document_from_lengths",

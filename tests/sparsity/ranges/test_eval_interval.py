@@ -25,7 +25,7 @@ from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, t
 from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of, sliding
 from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_of
 
-# Leaves whose values a test chooses freely, by type.
+# leaves whose values a test chooses freely, by type
 FREE = {
     I32: [ir.arg("q"), ir.arg("kv")],
     F32: [ir.arg("score"), ir.arg("grad")],
@@ -156,7 +156,7 @@ def test_single_values_give_single_values(n: Node, data: st.DataObject) -> None:
     assert torch.equal(high.flatten().to(result.dtype), result)
 
 
-# Operations whose ends are attained over whole intervals; the others are only sound there.
+# operations whose bounds are exact for whole intervals; those of the others are only sound
 TIGHT = {"add", "sub", "neg", "abs", "min", "max", "mul", "lt", "le", "eq", "fdiv", "tdiv", "shl"}
 INTEGER = [n for n in OPERATIONS if all(a.type == I32 for a in n.args) and n.op != "cast"]
 
