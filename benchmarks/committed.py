@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("attnkit", "templates", "masks", "mods")
 PATTERNS = ("benchmarks/*.py", "benchmarks/*.toml", "*.toml")
-SUFFIXES = (".py", ".c", ".typed", ".toml")  # a test holds them against what git tracks
+SUFFIXES = (".py", ".c", ".typed", ".toml")  # a test checks that they cover git's files
 STAMP = re.compile(r"([0-9a-f]{7,40}):([0-9a-f]{16})")
 HOW = "`python benchmarks/machine.py --stamp` prints it in a clean checkout"
 

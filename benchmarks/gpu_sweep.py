@@ -85,11 +85,11 @@ class Sweeper:
     def prepare(
         self, contenders: Mapping[str, Sweep]
     ) -> tuple[dict[str, Function], dict[str, Row]]:
-        """Return the function to time and fields of the row, each by contender.
+        """Return two dictionaries by contender: the functions to time, and fields of their rows.
 
-        A contender that cannot be timed has a function in neither and gives its reason in the field
-        "skipped". The field "failed" is set for attnkit if it was wrong or raised an error other
-        than UnsupportedError.
+        A contender that cannot be timed is missing from the first; its row gives the reason in the
+        field "skipped". The field "failed" is set for attnkit if it was wrong or raised an error
+        other than UnsupportedError.
         """
         runs: dict[str, Function] = {}
         known: dict[str, Row] = {}
@@ -119,7 +119,7 @@ class Sweeper:
                     function, error = self._checked(name, build)
             except OutOfTime:
                 tried.left_out[label] = {"skipped": f"not ready within {self.seconds:g} s"}
-                torch.compiler.reset()  # it was interrupted; what is ready compiles again
+                torch.compiler.reset()  # clear what the interrupt left; ready settings recompile
             except Exception as refusal:
                 tried.left_out[label] = skipped(name, refusal)
             else:

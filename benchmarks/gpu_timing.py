@@ -135,8 +135,8 @@ class CudaTimer:
         end.synchronize()
         ms = max(start.elapsed_time(end) / calls, 1e-3)
         timed = max(1, round(self.mode.length / ms))
-        # If the device waited for the host, `ms` is the host's time, and the host may need a lead
-        # of all of it. A call that itself waits for the device never gets ahead.
+        # If the device waited for the host, `ms` is the host's time, and the host may need that
+        # much lead. A call that itself waits for the device never runs ahead.
         late = timed * host if host > 0.8 * ms else 0.0
         cycles = int(min(late, 200.0) * 2e6)  # at most 2 GHz
         return Launches(timed, round(self.mode.settle / ms), cycles)

@@ -53,7 +53,7 @@ def test_the_first_writer_is_first_in_the_list(case: Case) -> None:
 
 
 def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]]) -> int:
-    """Return the sum over work tiles of the time for which each waits for its last flag.
+    """Return the sum over work tiles of the longest time for which each waits for a flag.
 
     Args:
         schedule: the schedule.

@@ -50,7 +50,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
 def test_lengths(q_len: int, kv_len: int) -> None:
-    """Lengths are exact for which a pair has query tiles for both CTAs, one or none."""
+    """Results are exact whether a pair has query tiles for both CTAs, for one, or for none."""
     check(draw(q_len, kv_len), mode="adversarial", **TWO_CTA)
 
 
