@@ -1,9 +1,9 @@
 """Measure what each optimization of the Hopper forward saves: `python benchmarks/ablation.py`.
 
-Changes one thing of the forward kernel at a time and measures all changes in turns, at B=2 H=16
-S=8192 D=128 bfloat16. The masks are full, causal, a window and 16 causal documents; staging is
-measured with causal ALiBi and a causal relative bias. Several processes first compile the kernels
-into the cache on disk.
+The script changes one thing in the forward kernel at a time and times all changes round-robin, at
+B=2 H=16 S=8192 D=128 bfloat16. The masks are: none, causal, a causal window, and a causal mask
+within 16 documents. Staging is measured with causal ALiBi and with a causal relative bias. Several
+processes compile the kernels into the disk cache before anything is timed.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ LENGTH = 8192
 
 @dataclass(frozen=True)
 class Change:
-    """Describes one change to the forward.
+    """Describe one change to the forward kernel or its schedule.
 
     Attributes:
         settings: fields of `ForwardConfig` to replace.
         schedule: arguments of `schedule_forward` to replace.
-        staged: False to compute the whole mod for every score.
+        staged: False to evaluate the whole score_mod once per score.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -76,14 +76,14 @@ STAGING = {"as it is": Change(), "no staging": Change(staged=False)}
 
 
 def _unstaged(root: Any) -> ScoreForm:
-    """Build the score form of a score_mod that is computed as written, once per score."""
+    """Return the score form that evaluates the whole score_mod `root` once per score."""
     x = build("mul", unscaled(arg("score") if root is None else root), const(LOG2E))
     return ScoreForm(None, x, None, None, None)
 
 
 @contextlib.contextmanager
 def _changed(change: Change) -> Iterator[None]:
-    """Apply a change to attnkit inside the `with` block, with empty caches before and after."""
+    """Patch `change` into attnkit inside the `with` block, with empty caches before and after."""
     with contextlib.ExitStack() as stack:
         patch = lambda *a: stack.enter_context(mock.patch.object(*a))
         config = lambda *a: {**sm90.config_of(*a), **change.settings}
@@ -99,7 +99,7 @@ def _changed(change: Change) -> Iterator[None]:
 
 
 def _call(change: Change, score_mod: Any, mask: Any, qkv: Any) -> Callable[[], Any]:
-    """Prepare the kernel of a variant with a change; return a function that launches it."""
+    """Build the forward kernel with `change` applied; return a function that launches it."""
     query, key, _ = qkv
     with _changed(change):
         bound = Variant(score_mod, mask).bind(query, key, (128, 128))
@@ -118,7 +118,7 @@ Case = tuple[Any, Any, dict[str, Change]]  # score_mod, mask, changes by name
 
 @functools.cache
 def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
-    """Return query, key and value, and the cases by name."""
+    """Return (query, key, value), each [2, 16, LENGTH, 128] bfloat16, and the cases by name."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     qkv = tuple(
@@ -141,7 +141,7 @@ def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
 
 
 def _compile(job: tuple[str, str]) -> None:
-    """Compile the kernel of a (case, change) into the cache on disk."""
+    """Compile the kernel of one (case name, change name) pair into the disk cache."""
     case, change = job
     qkv, cases = _inputs()
     score_mod, mask, changes = cases[case]
@@ -149,7 +149,7 @@ def _compile(job: tuple[str, str]) -> None:
 
 
 def main() -> int:
-    """Measure all changes and print them; return the exit status."""
+    """Time all changes, print and save the rows, and return the exit status (`NOISY` or 0)."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=ROUNDS, default=5)
     parser.add_argument("--mode", choices=MODES, default="sustained")

@@ -1,7 +1,8 @@
 """Print the predicted speed of the Blackwell kernels beside FlashAttention-4's published figures.
 
-`--pairs` prints the clocks of a two-CTA forward relative to those of one CTA, for some variants.
-Nothing is measured: the clocks come from the emulator's timeline (`attnkit.inspection.throughput`).
+With `--pairs`, print the predicted clocks of a two-CTA forward relative to those of one CTA
+instead, for several variants. Nothing is measured: the clocks come from the emulator's timeline
+(`attnkit.inspection.throughput`).
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ CAUSAL = masks.causal()
 
 @functools.cache
 def forward(variant: Variant, block: tuple[int, int]) -> BlockClocks:
-    """Predict the clocks of a forward kernel."""
+    """Predict the clocks per block of the forward kernel with tiles `block` (rows, columns)."""
     return forward_block_clocks(variant, SM100, head_dim=HEAD_DIM, block=block)
 
 
 @functools.cache
 def backward(variant: Variant) -> BlockClocks:
-    """Predict the clocks of the backward kernel for long sequences."""
+    """Predict the clocks per block of the backward kernel that attnkit uses for long sequences."""
     return backward_block_clocks(variant, SM100, head_dim=HEAD_DIM)
 
 
 def tiles(mask: Any, length: int, block: tuple[int, int]) -> Any:
-    """Build the block mask of a mask."""
+    """Build the block mask of `mask` at S=`length`, with tiles `block` (rows, columns)."""
     return create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
 
 
 def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
-    """Return rows and columns of the blocks of the kernel that attnkit chooses."""
+    """Return the tile sizes (rows, columns) of the forward kernel that attnkit chooses."""
     runs = None if variant.mask is None else tiles(variant.mask, length, (128, 128)).runs
     score, _ = variant.trace(torch.device("cpu"))
     program = Program(None if score is None else score.root)
@@ -63,7 +64,7 @@ def chosen_block(variant: Variant, length: int) -> tuple[int, int]:
 
 
 def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -> float:
-    """Predict the clocks of a pass over all tokens on a GPU."""
+    """Predict the clocks that one B200 needs for a pass over `TOKENS` tokens."""
     predict = forecast_backward if backward else forecast_forward
     simulated = predict(
         tiles(noop_mask if mask is None else mask, length, feeds.block).runs,
@@ -77,7 +78,7 @@ def clocks(mask: Any, length: int, feeds: BlockClocks, backward: bool = False) -
 
 
 def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
-    """Predict TFLOP/s, counting only unmasked scores."""
+    """Predict the TFLOP/s of a pass, counting the operations for unmasked scores only."""
     seconds = clocks(mask, length, feeds, backward) / (GPUS[SM100.arch].clock * 1e9)
     kept = summarize(tiles(noop_mask if mask is None else mask, length, feeds.block)).kept_positions
     assert kept is not None
@@ -85,7 +86,7 @@ def rate(mask: Any, length: int, feeds: BlockClocks, backward: bool) -> float:
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of the table of speeds."""
+    """Yield the lines of the Markdown table of predicted TFLOP/s."""
     yield (
         "| B200, head dim 128, predicted TFLOP/s | " + " | ".join(map(str, LENGTHS)) + " | limit |"
     )
@@ -109,13 +110,13 @@ def lines() -> Iterator[str]:
 
 
 def documents(length: int) -> Any:
-    """Return a causal mask within eight documents of different lengths."""
+    """Return a causal mask within eight documents of different lengths (`length` > 6650)."""
     sizes = torch.tensor([350, 700, 900, 1000, 1100, 1200, 1400, length - 6650])
     return CAUSAL & masks.document_from_lengths(sizes)
 
 
 def pairs() -> Iterator[str]:
-    """Yield the lines of the table of CTA pairs: clocks relative to one CTA, and the choice."""
+    """Yield the lines of a Markdown table: clocks of a CTA pair over one CTA, and the choice."""
     scores = {
         "no score_mod": None,
         "ALiBi": mods.alibi(HEADS),
@@ -146,7 +147,7 @@ def pairs() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print a table to stdout, and the clocks to stderr."""
+    """Print the table to stdout and the clocks per block to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", action="store_true", help="pairs of CTAs against one CTA")
     options = parser.parse_args()

@@ -1,8 +1,9 @@
 """Measure time and memory of tile classification: `python benchmarks/classify.py [--json FILE]`.
 
-Classifies the 128 x 128 tiles of masks, for one batch element and head. `--library` measures every
-mask of the library at 131072 positions instead, with the batch and heads of its example. On the CPU
-each case runs in a fresh process, so that the measured peak memory belongs to that case.
+The script classifies the 128 x 128 tiles of each mask, for one batch element and one head. With
+`--library` it classifies every mask of the library at 131072 positions instead, with the batch and
+heads of the mask's example. On the CPU each case runs in a fresh process, so that the peak memory
+is that of the case alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ BLOCK = (128, 128)
 
 
 class Limit(NamedTuple):
-    """Sets limits on a case: milliseconds, MB while it runs, MB of the result."""
+    """Hold the limits of a case.
+
+    Attributes:
+        ms: time in milliseconds.
+        mb: peak memory during classification, in MB.
+        stored_mb: memory of the resulting block lists, in MB.
+    """
 
     ms: float
     mb: float
@@ -58,12 +65,12 @@ def causal_documents(length: int) -> Mask:
 
 
 def documents_1500(length: int) -> Mask:
-    """Return a mask of 1500 documents that end at random positions."""
+    """Return a mask within 1500 documents that end at random positions."""
     drawn = torch.randint(0, length, (1499,), generator=torch.Generator().manual_seed(0))
     return masks.document(torch.searchsorted(drawn.sort().values, torch.arange(length), right=True))
 
 
-# By name: the lengths at which to measure, and a function that builds the mask for a length.
+# name: (lengths at which to measure, function that builds the mask for a length)
 CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Mask]]] = {
     "causal": ((*LENGTHS, MILLION), lambda length: masks.causal()),
     "window 512": (LENGTHS, lambda length: masks.sliding_window(512)),
@@ -76,7 +83,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[int], Mask]]] = {
 
 
 def example(case: str, length: int, device: torch.device) -> Example:
-    """Build the mask of a case of `CASES`, or of `library/NAME`, with its sizes."""
+    """Build the mask of `case` with its sizes; `case` is a name in `CASES` or `library/NAME`."""
     if case.startswith("library/"):
         return masks.examples(length, device=device)[case.removeprefix("library/")]
     with torch.device(device):
@@ -84,7 +91,7 @@ def example(case: str, length: int, device: torch.device) -> Example:
 
 
 def memory(field: str) -> float:
-    """Read a field of /proc/self/status, in MB (Linux)."""
+    """Return a field of /proc/self/status, in MB (Linux only)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 1024
@@ -92,7 +99,7 @@ def memory(field: str) -> float:
 
 
 class Peak:
-    """Measures how far memory has risen above its use at creation, in MB."""
+    """Measure peak memory of the process or GPU, in MB above the memory in use at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,20 +111,20 @@ class Peak:
             self.before = memory("VmRSS")
 
     def read(self) -> float:
-        """Return the peak since creation, minus the use at creation."""
+        """Return the peak memory since construction, minus the memory in use then, in MB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
         return memory("VmHWM") - self.before
 
 
 def stored_mb(runs: BlockRuns) -> float:
-    """Return the memory of the runs in both directions, in MB."""
+    """Return the memory of the block lists of `runs`, by row and by column, in MB."""
     kinds = (runs.full, runs.partial, runs.full_t, runs.partial_t)
     return sum(t.nbytes for kind in kinds for t in (kind.row_ptr, kind.start, kind.length)) / 1e6
 
 
 def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Classify one mask repeatedly in this process, and return its row."""
+    """Classify one mask `options.repeats` + 1 times in this process and return its row."""
     device = torch.device(options.device)
     entry = example(case, length, device)
     traced = trace(entry.mask, "mask")
@@ -162,7 +169,7 @@ def measure(case: str, length: int, options: argparse.Namespace) -> dict[str, An
 
 
 def child(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one case in a fresh process, and return its row."""
+    """Measure one case in a fresh process and return its row."""
     command = [sys.executable, __file__, "--one", case, str(length), "--device", options.device]
     command += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -171,7 +178,10 @@ def child(case: str, length: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def is_over(row: dict[str, Any]) -> bool:
-    """Return whether a row exceeds its limit; compare the least time, as others may be running."""
+    """Return whether a row exceeds its limits.
+
+    The time compared is the least of all runs, because other processes may be running.
+    """
     key = row["case"], row["length"]
     limit = LIMITS_BY_NAME.get(key) or LIMITS.get(row["length"])
     if limit is None or row["case"].startswith("library/"):
@@ -184,7 +194,7 @@ def is_over(row: dict[str, Any]) -> bool:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print a row."""
+    """Print a row as one line of the table."""
     kept = row["partial"] + row["full"]
     print(
         f"{row['case']:28} {row['length']:7} {row['first_ms']:8.1f} {row['median_ms']:8.1f} "
@@ -234,7 +244,7 @@ def main() -> int:
 
 
 def verdict(rows: list[dict[str, Any]], *, library: bool) -> int:
-    """Print whether all rows are within their limits; return the exit status."""
+    """Print whether the rows are within their limits; return the exit status (1 if one is not)."""
     if library and rows:
         median = statistics.median(row["least_ms"] for row in rows)
         print(f"median of the least times: {median:.1f} ms, limit {LIBRARY_MEDIAN_MS} ms")

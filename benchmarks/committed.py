@@ -1,8 +1,9 @@
-"""Write rows of committed trees only: a row's `commit` names the code that it measured.
+"""Ensure that benchmark rows are written from committed code only.
 
-In a git checkout the product's files must be those of HEAD. A copy without git is told
-`COMMIT:DIGEST`, which `python benchmarks/machine.py --stamp` prints in a clean checkout, and the
-digest must be that of the copy's own files.
+The `commit` field of a row names the code that was measured. In a git checkout the product's files
+must equal those of HEAD. For a copy without git, pass `--commit COMMIT:DIGEST`, which `python
+benchmarks/machine.py --stamp` prints in a clean checkout. The digest must equal that of the files
+in the copy.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("attnkit", "templates", "masks", "mods")
 PATTERNS = ("benchmarks/*.py", "benchmarks/*.toml", "*.toml")
-SUFFIXES = (".py", ".c", ".typed", ".toml")  # a test holds them against what git tracks
+SUFFIXES = (".py", ".c", ".typed", ".toml")  # a test checks that they cover git's files
 STAMP = re.compile(r"([0-9a-f]{7,40}):([0-9a-f]{16})")
 HOW = "`python benchmarks/machine.py --stamp` prints it in a clean checkout"
 
 
 class NotCommitted(Exception):
-    """Say why the code that runs cannot be named by a commit."""
+    """Raised if no commit describes the code that is running; the message says why."""
 
 
 def product_files(root: Path = ROOT) -> list[Path]:
-    """Return the files whose contents a measurement depends on, sorted by path."""
+    """Return the files under `root` that can affect a measurement, sorted by path."""
     found = {path for pattern in PATTERNS for path in root.glob(pattern)}
     for folder in FOLDERS:
         found |= {path for path in (root / folder).rglob("*") if path.suffix in SUFFIXES}
@@ -39,7 +40,7 @@ def product_files(root: Path = ROOT) -> list[Path]:
 
 
 def digest(root: Path = ROOT) -> str:
-    """Hash the paths and contents of the product's files; 16 hexadecimal digits."""
+    """Return a hash of the paths and contents of the product's files, as 16 hexadecimal digits."""
     total = hashlib.sha256()
     for path in product_files(root):
         total.update(path.relative_to(root).as_posix().encode() + b"\0")
@@ -48,7 +49,7 @@ def digest(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """Ask git about a folder; None where it has no answer."""
+    """Run `git *words` in `root` and return its output, or None if git fails or is missing."""
     try:
         done = subprocess.run(
             ["git", *words], cwd=root, capture_output=True, text=True, check=False
@@ -59,16 +60,16 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def head(root: Path = ROOT) -> str | None:
-    """Return the commit of a checkout; None if the folder is not the top of one."""
+    """Return the short commit of the checkout at `root`, None if `root` is not its top folder."""
     top = _git(root, "rev-parse", "--show-toplevel")
-    # a copy inside of another repository must not take that one's commit
+    # a copy inside another repository must not report the commit of that repository
     if top is None or Path(top).resolve() != root.resolve():
         return None
     return _git(root, "rev-parse", "--short=12", "HEAD")
 
 
 def changes(root: Path = ROOT) -> list[str]:
-    """Return the product's files that differ from HEAD, untracked and ignored ones included."""
+    """Return the product's files that differ from HEAD, including untracked and ignored files."""
     where = [*FOLDERS, *(f":(glob){pattern}" for pattern in PATTERNS)]
     status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *where) or ""
     tracked = set((_git(root, "ls-files", "-z", "--", *where) or "").split("\0"))
@@ -77,7 +78,7 @@ def changes(root: Path = ROOT) -> list[str]:
 
 
 def described(root: Path = ROOT) -> str:
-    """Return the commit to print; "+changes" follows where files differ, "" without git."""
+    """Return the commit for display: with suffix "+changes" if files differ, "" without git."""
     commit = head(root)
     if commit is None:
         return ""
@@ -85,7 +86,7 @@ def described(root: Path = ROOT) -> str:
 
 
 def stamp(root: Path = ROOT) -> str:
-    """Return `COMMIT:DIGEST` of a clean checkout.
+    """Return `COMMIT:DIGEST` for a clean checkout.
 
     Raises:
         NotCommitted: there is no git, or a file differs from HEAD.
@@ -94,14 +95,14 @@ def stamp(root: Path = ROOT) -> str:
 
 
 def committed(given: str | None = None, root: Path = ROOT) -> str:
-    """Return the commit whose code this is.
+    """Return the commit that describes the code at `root`.
 
     Args:
-        given: `COMMIT:DIGEST`; needed where there is no git, verified wherever it is passed.
-        root: of the checkout or copy.
+        given: `COMMIT:DIGEST`. Required where there is no git; verified whenever it is passed.
+        root: top folder of the checkout or copy.
 
     Raises:
-        NotCommitted: a file differs from the commit, or the commit is not known.
+        NotCommitted: a file differs from the commit, or the commit is unknown.
     """
     _check_import(root)
     if given is None:
@@ -134,8 +135,8 @@ def _clean_head(root: Path, hint: str) -> str:
 
 
 def _check_import(root: Path) -> None:
-    """Refuse an attnkit that is imported from another tree than the one that is named."""
-    spec = find_spec("attnkit")  # what is imported already, or will be
+    """Raise `NotCommitted` if `import attnkit` loads a package from outside `root`."""
+    spec = find_spec("attnkit")  # the package that is imported, or would be
     place = Path(spec.origin).resolve().parent if spec and spec.origin else None
     if place is not None and place != (root / "attnkit").resolve():
         raise NotCommitted(
@@ -145,14 +146,14 @@ def _check_import(root: Path) -> None:
 
 
 class RowFile:
-    """Append rows to a file, each with the commit; do nothing where no file is named.
+    """Append rows to a JSON lines file, each with the commit of the measured code.
 
     Args:
-        path: of the JSON lines, or None.
-        given: `COMMIT:DIGEST` where there is no git.
+        path: the file. If None, `append` does nothing.
+        given: `COMMIT:DIGEST`, where there is no git.
 
     Raises:
-        NotCommitted: a file is named, and the tree is not that of a commit.
+        NotCommitted: `path` is given and no commit describes the code.
     """
 
     def __init__(self, path: Path | None, given: str | None = None) -> None:
@@ -160,14 +161,14 @@ class RowFile:
         self.commit = committed(given) if path is not None else ""
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row at once, so that what was measured before a crash is kept."""
+        """Write one row immediately, so that a later crash does not lose it."""
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps({**row, "commit": self.commit}) + "\n")
 
 
 def row_file(path: Path | None, given: str | None = None) -> RowFile:
-    """Open a file of rows for a program, before it measures; exit with 2 if it may not write."""
+    """Return a `RowFile`; exit with status 2 and the reason if no commit describes the code."""
     try:
         return RowFile(path, given)
     except NotCommitted as error:
@@ -176,7 +177,7 @@ def row_file(path: Path | None, given: str | None = None) -> RowFile:
 
 
 def add_commit(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--commit` of the programs that write rows."""
+    """Add the option `--commit` to the parser of a program that writes rows."""
     parser.add_argument(
         "--commit", metavar="COMMIT:DIGEST", help=f"where the checkout has no git; {HOW}"
     )

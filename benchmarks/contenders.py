@@ -1,4 +1,4 @@
-"""Build the functions to time, without arguments, for one problem: attnkit's and its peers'."""
+"""Build the functions to time for one problem: calls of attnkit and of its peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Bundles the inputs of one measurement; query, key and value are [B, H, S, D]."""
+    """Hold the inputs of one measurement.
+
+    Attributes:
+        query, key, value, grad: [B, H, S, D]; `grad` is the gradient of the output.
+        mask_mod: the mask, as in FlexAttention.
+        score_mod: the score_mod, or None.
+    """
 
     query: Tensor
     key: Tensor
@@ -32,12 +38,12 @@ class Problem:
         return self.query.shape[2]
 
     def without_grad(self) -> Problem:
-        """Return the same problem without gradients."""
+        """Return the same problem with query, key and value detached from autograd."""
         query, key, value = (t.detach() for t in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
     def grid(self) -> tuple[Tensor, ...]:
-        """Return b, h, q, kv, broadcastable to the scores [1, H, S, S]."""
+        """Return the indices b, h, q, kv, int32, broadcastable to the scores [1, H, S, S]."""
         sizes = (1, self.query.shape[1], self.length, self.length)
         return tuple(
             torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
@@ -45,18 +51,18 @@ class Problem:
         )
 
     def kept(self) -> Tensor:
-        """Return the dense mask, bool [1, 1, S, S]."""
+        """Return the dense mask, bool [1, 1, S, S], True where a score is kept."""
         return self.mask_mod(*self.grid())
 
 
 def attnkit_run(p: Problem) -> Run:
-    """Call attnkit with a block mask that is built once."""
+    """Build a call of attnkit; the block mask is built once, outside the call."""
     mask = attnkit.create_block_mask(p.mask_mod, None, None, p.length, p.length)
     return lambda: attnkit.flex_attention(p.query, p.key, p.value, p.score_mod, mask)
 
 
 def flex_run(p: Problem) -> Run:
-    """Call compiled FlexAttention with a block mask that is built once."""
+    """Build a call of compiled FlexAttention; the block mask is built once, outside the call."""
     torch.compiler.reset()
     mask = flex.create_block_mask(p.mask_mod, None, None, p.length, p.length, device="cpu")
     compiled = torch.compile(flex.flex_attention, dynamic=False)
@@ -64,7 +70,7 @@ def flex_run(p: Problem) -> Run:
 
 
 def dense_run(p: Problem) -> Run:
-    """Call SDPA with a dense bias tensor that holds the mask and an additive score_mod."""
+    """Build a call of SDPA with a dense bias that holds the mask and the (additive) score_mod."""
     bias = kept = p.kept()
     if p.score_mod is not None:
         bias = p.score_mod(torch.zeros(()), *p.grid()).masked_fill(~kept, -torch.inf)
@@ -73,7 +79,7 @@ def dense_run(p: Problem) -> Run:
 
 
 def causal_run(p: Problem) -> Run:
-    """Call SDPA with `is_causal`."""
+    """Build a call of SDPA with `is_causal`."""
     return lambda: F.scaled_dot_product_attention(p.query, p.key, p.value, is_causal=True)
 
 
@@ -87,9 +93,10 @@ CONTENDERS: dict[str, Callable[[Problem], Run]] = {
 
 
 def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """Compute output and gradients of dense attention head by head, with plain torch operators.
+    """Compute dense attention in `dtype` with plain torch operators; return output, dQ, dK and dV.
 
-    In float64 this is the exact result. Its error in a smaller dtype says what that dtype allows.
+    In float64 this is the reference result. The error of the same computation in a smaller dtype
+    determines the error that is allowed in that dtype.
     """
     kept, heads = p.kept()[0, 0], []
     b, _, q, kv = (x[0, 0] for x in p.grid())
@@ -104,6 +111,6 @@ def dense(p: Problem, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(results: list[Tensor], truth: list[Tensor]) -> float:
-    """Return the largest difference as a share of the largest entry, over all tensors."""
+    """Return the largest difference from `truth` over the largest entry, of all tensors."""
     pairs = zip(results, truth, strict=True)
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)

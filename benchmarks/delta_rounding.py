@@ -1,11 +1,11 @@
 """Compute in float64 how much each rounding of a kernel changes dQ if a score_mod is sharp.
 
-A kernel rounds P and O in its forward, dS and dQ in its backward, and computes delta = rowsum(dO O)
-from the rounded O. If one weight of a row is nearly 1, a relative rounding error of that weight in
-P changes O by the same share of that key's V. The weight is exact if exponents are relative to the
-row's own maximum. It is not exact if they are relative to an earlier maximum, as in a forward that
-rescales only when needed. The forward for sm_100a divides O by a sum in which the largest weight of
-each block is rounded too.
+A kernel rounds P and O in its forward, rounds dS and dQ in its backward, and computes delta =
+rowsum(dO O) from the rounded O. If one weight of a row is nearly 1, a relative rounding error of
+that weight in P changes O by the same fraction of that key's V. The weight is exact if exponents
+are relative to the row's own maximum. It is not exact if they are relative to an earlier maximum,
+as in a forward that rescales only when needed. The forward for sm_100a also divides O by a row sum
+in which the largest weight of each block is rounded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ GROWTH = 8 * math.log(2)  # the forward on sm_100a rescales if the maximum grows
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Round to bfloat16; return float64."""
+    """Round `x` to bfloat16 and return the result in float64."""
     return x.bfloat16().double()
 
 
 def references(scores: Tensor) -> Tensor:
-    """Return for each score the maximum that P is relative to, as kernels visit blocks backwards.
+    """Return the running maximum that the kernel subtracts from each score, shaped like `scores`.
 
-    The maximum is updated only if it grows by more than `GROWTH`.
+    The kernel visits the blocks of a row from last to first. It updates the maximum only if the
+    maximum grows by more than `GROWTH`.
     """
     maxima, at = torch.empty_like(scores), None
     for start in reversed(range(0, scores.shape[-1], BLOCK)):
@@ -45,7 +46,7 @@ def references(scores: Tensor) -> Tensor:
 
 
 def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Compute O for each maximum relative to which P may be rounded, by the maximum's name."""
+    """Compute O with P or the row sum rounded in several ways; return O by rounding."""
     top = scores.amax(-1, keepdim=True)
     outs = {"nothing": scores.softmax(-1) @ value}
     total = (scores - top).exp().sum(-1, keepdim=True)
@@ -61,7 +62,7 @@ def outputs(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
 
 
 def largest(x: Tensor, scores: Tensor) -> Tensor:
-    """Sum the entries of `x` at the largest score of each block of a row."""
+    """Sum the entries of `x` at the position of the largest score in each block of a row."""
     both = zip(x.split(BLOCK, -1), scores.split(BLOCK, -1), strict=True)
     return sum(
         (part.gather(-1, block.argmax(-1, keepdim=True)) for part, block in both),
@@ -70,7 +71,7 @@ def largest(x: Tensor, scores: Tensor) -> Tensor:
 
 
 def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
-    """Return the largest error of dQ over several output gradients, for each thing to round."""
+    """Return the largest error of dQ over `gradients` output gradients, by rounding."""
     generator = torch.Generator().manual_seed(draw)
     shape = (1, HEADS, LENGTH, HEAD_DIM)
     query, key, value = (
@@ -100,7 +101,7 @@ def errors(mod: mods.Example, draw: int, gradients: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table, and write a row for each draw."""
+    """Print the table of errors, and write one row for each draw of query, key and value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mod", default="scalable_softmax")
     parser.add_argument("--draws", type=int, default=6, help="of query, key and value")

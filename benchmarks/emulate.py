@@ -1,12 +1,12 @@
 """Run every mask and mod of the library through the GPU kernels, in the emulator.
 
 `python benchmarks/emulate.py --arch sm_100a` compiles the kernels of each variant, executes them on
-the CPU (eager, late and random completion of asynchronous work, race detection), and compares them
-with dense attention in float64. There is one row for each variant. Gradients are compared for
-several draws of all inputs, because dense attention may be exact by chance if a gradient has few
-numbers; all draws but the first run in eager order. A variant without a kernel gets a row that says
-why. `--resume` keeps rows of the file that belong to the same jobs, and does not run those jobs
-again.
+the CPU (eager, late and random completion of asynchronous operations, race detection), and compares
+the results with dense attention in float64. It writes one row for each variant. Gradients are
+compared for several draws of all inputs, because dense attention may be exact by chance if a
+gradient has few entries; all draws except the first run in eager mode only. If a variant has no
+kernel, its row gives the reason. `--resume` keeps the rows in the file that belong to the requested
+jobs and does not run those jobs again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Names a variant of the library and how to run it."""
+    """Describe one run: a variant of the library, its direction, and how the emulator runs it."""
 
     name: str
     arch: str
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def row(self) -> Row:
-        """Return the fields of a row that describe the job."""
+        """Return the fields that describe the job in its row."""
         own = dataclasses.asdict(self)
         name, backward = own.pop("name"), own.pop("backward")
         return {"variant": name, "direction": DIRECTIONS[backward]} | own
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """Describes a variant of the library, with sizes that fit it and its learned tensors."""
+    """Hold a variant of the library with sizes that fit it and its learned tensors."""
 
     variant: Variant
     q_len: int
@@ -77,7 +77,7 @@ class Member:
 
 
 def library(length: int) -> dict[str, Member]:
-    """Build every mask and mod of the library, by name: "masks:name", "mods:name"."""
+    """Build every mask and mod of the library, keyed by "masks:NAME" or "mods:NAME"."""
     members = {
         f"masks:{name}": Member(Variant(None, e.mask), e.q_len, e.kv_len, e.batch, e.heads)
         for name, e in masks.examples(length).items()
@@ -90,12 +90,15 @@ def library(length: int) -> dict[str, Member]:
 def variant_and_zeros(
     name: str, length: int, head_dims: tuple[int, int], dtype: torch.dtype, requires_grad: bool
 ) -> tuple[Variant, list[Tensor]]:
-    """Return a variant of the library with query, key and value of zeros.
+    """Return a variant of the library, and query, key and value filled with zeros.
 
     Args:
-        name: as `library` names it; "+ causal" for a mod with that mask.
-        length: of the library.
-        head_dims: of query and value.
+        name: key in `library(length)`, optionally followed by "+ causal" for a mod with a causal
+            mask.
+        length: sequence length for which the library is built.
+        head_dims: head dims of query and value.
+        dtype: dtype of query, key and value.
+        requires_grad: whether query, key and value require grad.
     """
     name, _, mask = name.partition(" + ")
     member = library(length)[name]
@@ -107,7 +110,7 @@ def variant_and_zeros(
 
 
 def run(job: Job) -> Row:
-    """Run a variant's kernels in the emulator; return its row."""
+    """Run a variant's kernels in the emulator, compare with dense attention, and return the row."""
     torch.set_num_threads(1)
     member = library(job.length)[job.name]
     dtype = getattr(torch, job.dtype)
@@ -150,14 +153,14 @@ def run(job: Job) -> Row:
 
 
 def worse(one: Error, other: Error) -> Error:
-    """Combine two draws of one result: take the larger error, and the larger limit."""
+    """Merge the errors of one result from two draws: keep the larger error and the larger limit."""
     # comparisons with NaN are false, and a NaN must remain the larger error
     size = other.size if one.size <= other.size or math.isnan(other.size) else one.size
     return dataclasses.replace(one, size=size, limit=max(one.limit, other.limit))
 
 
 def results(jobs: list[Job], workers: int) -> Iterator[Row]:
-    """Yield the rows of all jobs, in their order."""
+    """Yield the row of each job, in the order of `jobs`, computed by `workers` processes."""
     if workers == 1:
         yield from map(run, jobs)
         return
@@ -166,7 +169,7 @@ def results(jobs: list[Job], workers: int) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of text."""
     name = f"{row['variant']:32} {row['arch']:8} {row['direction']:8}"
     if "refused" in row:
         return f"{name} refused: {row['refused']}"
@@ -176,7 +179,7 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    """Run the jobs and print their rows; return 1 if anything is wrong."""
+    """Run the jobs and print their rows; return 1 if a result or a kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", action="append", help="sm_90a, sm_100a (default); repeatable")
     parser.add_argument("--length", type=int, default=600)
@@ -229,7 +232,7 @@ def main() -> int:
 
 
 def known_rows(file: Path | None, jobs: list[Job]) -> list[Row]:
-    """Return the rows of a file that belong to one of the jobs."""
+    """Return the rows in `file` that belong to one of `jobs`."""
     if file is None or not file.exists():
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,11 +1,11 @@
-"""Compare the clocks that the emulator predicts for the Hopper kernels with measured ones.
+"""Compare the clocks that the emulator predicts for the Hopper kernels with measured clocks.
 
     python benchmarks/emulator_cycles.py [--only CASE] [--backward CASE=CYCLES ...] [--save FILE]
 
-Takes each case of gpu_cases.toml whose mask looks the same at every length (none, or causal), and
-predicts its clocks at two small lengths with one head and one CTA. Fits
-clocks = a length + b length^2, scales that to the length, heads and SMs of the case, and compares
-it with the newest row of results/gpu.jsonl.
+The cases are those of gpu_cases.toml without a mask or with a causal mask, because these masks have
+the same form at every length. The script predicts the clocks of each case at two small lengths,
+with one head and one CTA, and fits clocks = a length + b length^2. It scales the fit to the length,
+heads and SMs of the case and compares it with the newest row of results/gpu.jsonl.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Row = dict[str, Any]
 
 
 def measured() -> dict[tuple[str, str], Row]:
-    """Read the newest row of attnkit for each (case, direction)."""
+    """Return attnkit's newest row for each (case, direction) from results/gpu.jsonl."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     ours = [r for r in rows if r.get("contender") == "attnkit" and "cycles" in r]
     return {(r["case"], r["direction"]): r for r in ours}
 
 
 def predicted(case: Row, shape: Shape, length: int, backward: bool) -> float:
-    """Predict the clocks of one head on one SM; a backward counts its main kernel only."""
+    """Predict the clocks of one head on one SM; in the backward, those of the main kernel only."""
     small = Shape(1, 1, 1, length, shape.head_dim, shape.value_dim)
     p = problem(case, small, torch.device("cpu"), backward)
     with emulation.session(mode="eager", timeline=True, minutes=60, ctas=1) as session:
@@ -61,7 +61,7 @@ def _call(p: Problem, backward: bool) -> None:
 
 
 def extrapolated(case: Row, shape: Shape, sms: int, backward: bool) -> float:
-    """Extrapolate the clocks to the whole problem, evenly spread over the SMs."""
+    """Predict the clocks of the whole problem from two small lengths and one head."""
     low, high = BACKWARD_LENGTHS if backward else LENGTHS
     at = {n: predicted(case, shape, n, backward) for n in (low, high)}
     square = (at[high] / high - at[low] / low) / (high - low)
@@ -74,8 +74,8 @@ def rows(only: str, overrides: dict[str, float]) -> Iterator[Row]:
     """Yield a row with predicted and measured clocks for each case and direction.
 
     Args:
-        only: part of the name of the cases.
-        overrides: measured cycles of backwards by case, which replace those of the saved rows.
+        only: measure only cases whose name contains this.
+        overrides: measured cycles of the backward by case; they replace those of the saved rows.
     """
     config = tomllib.loads((HERE / "gpu_cases.toml").read_text())
     known = measured()

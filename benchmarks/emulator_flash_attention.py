@@ -2,11 +2,11 @@
 
     python benchmarks/emulator_flash_attention.py [CASE ...] [--mode check] [--save FILE]
 
-Needs the package flash-attn-4 (`flash_attn.cute`) and what it imports (quack-kernels, triton), but
-no GPU. Compiles its kernels for the architecture of the case and executes them on the CPU through
-their own interface, with torch CPU tensors. Each case runs in a separate process, because the
-architecture is fixed when the package is imported. Prints a row of JSON for each kernel and each
-result.
+The script needs the package flash-attn-4 (`flash_attn.cute`) and its dependencies (quack-kernels,
+triton), but no GPU. It compiles FlashAttention-4's kernels for the architecture of the case and
+executes them on the CPU through FlashAttention-4's own interface, with torch CPU tensors. Each case
+runs in a separate process, because the architecture is fixed when the package is imported. The
+script prints a JSON row for each kernel and each result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMS = {"sm_90a": 132, "sm_100a": 148}
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one problem in bfloat16 with batch 1, and which passes to run."""
+    """Describe one problem in bfloat16 with batch 1, and which passes to run."""
 
     arch: str
     length: int
@@ -57,7 +57,7 @@ CASES = {
 
 
 def prepare(arch: str) -> Any:
-    """Import FlashAttention-4's interface, patched to compile for `arch` and take CPU tensors."""
+    """Import FlashAttention-4's interface, patched to compile for `arch` and accept CPU tensors."""
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = str(SMS[arch])
@@ -96,7 +96,7 @@ def prepare(arch: str) -> Any:
 
 
 class Emulated:
-    """Replaces `cute.compile` and the compiled kernel, and records a row for each run."""
+    """Stand-in for `cute.compile` and its compiled kernels that records a row for each run."""
 
     mode = "check"
     rows: list[dict[str, Any]] = []  # noqa: RUF012
@@ -145,7 +145,7 @@ def _is_stream(value: Any) -> bool:
 
 
 def results(case: Case, mode: str) -> Iterator[dict[str, Any]]:
-    """Run a case; yield a row for each of its results, then for each kernel."""
+    """Run a case; yield a row for each result (out, LSE, gradients), then a row for each kernel."""
     Emulated.mode = mode
     interface = prepare(case.arch)
     import torch
@@ -175,7 +175,7 @@ def results(case: Case, mode: str) -> Iterator[dict[str, Any]]:
 
 
 def dense(q: Any, k: Any, v: Any, grad: Any, case: Case, dtype: Any) -> list[Any]:
-    """Compute output, LSE and gradients of dense attention in `dtype`."""
+    """Compute dense attention in `dtype`; return output, LSE, dQ, dK and dV."""
     import torch
 
     a, b, c = (x.to(dtype).requires_grad_() for x in (q, k, v))

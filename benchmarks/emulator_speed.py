@@ -2,9 +2,10 @@
 
     python benchmarks/emulator_speed.py [--seeds N] [--save FILE]
 
-Runs attnkit's own Hopper kernels, and compiles them before anything is timed. Times are CPU time of
-the process, not wall time, as other programs may run at the same time. Each kernel also runs in N
-adversarial orders and in race mode. The kernels are correct, so every finding is a false report.
+The script runs attnkit's own Hopper kernels and compiles them before it times anything. Times are
+CPU time of the process, not wall time, because other programs may run at the same time. Each kernel
+also runs in N adversarial orders and in race mode. The kernels are correct, so every finding is a
+false report.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from attnkit.jit import emulator_runs
 
 @dataclass(frozen=True)
 class Case:
-    """Describes attention with one head in bfloat16, and whether to measure speed or findings."""
+    """Describe one attention problem with one head in bfloat16, and what to measure."""
 
     length: int
     head_dim: int = 128
@@ -51,7 +52,7 @@ CASES = {
 
 
 def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
-    """Run a case in the emulator; return (name, kernel, arguments) of each kernel call."""
+    """Run a case in the emulator; return (name, executable, arguments) of each kernel call."""
     calls: list[tuple[str, emulator.Executable, list[Any]]] = []
 
     def keep(kernel: Any, arguments: Any, **_: Any) -> None:
@@ -72,7 +73,7 @@ def kernels(case: Case) -> list[tuple[str, emulator.Executable, list[Any]]]:
 
 
 def rows(case: Case, seeds: int) -> Iterator[dict[str, Any]]:
-    """Yield rows with the speed of each kernel in each mode, and with its false reports."""
+    """Yield a row with the speed of each kernel in each mode, and a row with its false reports."""
     for name, exe, args in kernels(case):
         start = emulator.snapshot(args)
         if case.speed:
@@ -96,7 +97,7 @@ def rows(case: Case, seeds: int) -> Iterator[dict[str, Any]]:
 
 
 def timed(exe: emulator.Executable, args: list[Any], start: Any, mode: str) -> dict[str, Any]:
-    """Time two runs; return fields for the faster, as the first also generates the mode's code."""
+    """Time two runs and return the fields of the faster; the first also generates code."""
     best, number = float("inf"), 0
     for _ in range(2):
         emulator.restore(args, start)

@@ -1,10 +1,10 @@
 """Compile the Blackwell kernels of every mask and mod; record stack frames and compile times.
 
-`python benchmarks/frames.py --ctas one` compiles the one-CTA kernels for each variant of the
+`python benchmarks/frames.py --ctas one` compiles the one-CTA kernels of each variant of the
 library, forward and backward. It prints each kernel that has a stack frame (spilled registers) or
-took more than five seconds. The forward of a mod has a causal mask; with `--ctas pair` it is also
-compiled without one. `--save` appends one row for each group of kernels that differ in their
-variant only. Nothing is executed, and no GPU is needed.
+took more than five seconds to compile. The forward of a mod is compiled with a causal mask; with
+`--ctas pair` also without a mask. `--save` appends one row for each group of kernels that differ
+only in their variant. Nothing is executed, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from attnkit.splice import sm100, sm100_pairs
 
 LENGTH = 600
 SECONDS = 5.0
-CTAS = {"one": 1, "pair": 2}  # number of CTAs that share products
+CTAS = {"one": 1, "pair": 2}  # number of CTAs that execute one MMA together
 GROUP = ("arch", "ctas", "direction", "dtype", "head_dims", "block", "deterministic")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Names the main kernels of a variant of the library in one direction.
+    """Describe the main kernels of one library variant in one direction.
 
     Attributes:
-        variant: its name in `emulate.library`; " + causal" follows for a mod with a causal mask.
-        head_dims: of query and value.
-        ctas: "one" or "pair", if there is a choice.
-        block: tile sizes of a forward, None for a backward.
+        variant: name in `emulate.library`, followed by " + causal" for a mod with a causal mask.
+        head_dims: head dims of query and value.
+        ctas: "one" or "pair", where both kernels exist.
+        block: tile sizes of a forward; None for a backward.
     """
 
     variant: str
@@ -58,7 +58,7 @@ class Job:
 
 
 def sources(job: Job) -> list[kernel.Source]:
-    """Compile the kernels of a job; return the sources of its main kernels."""
+    """Request the kernels of a job without running them; return the sources of its main kernels."""
     backward = job.direction == "backward"
     variant, qkv = variant_and_zeros(
         job.variant, LENGTH, job.head_dims, getattr(torch, job.dtype), backward
@@ -84,7 +84,7 @@ def sources(job: Job) -> list[kernel.Source]:
 
 
 def run(job: Job) -> list[Row]:
-    """Compile a job's kernels; return a row for each, with stack frame, code size and seconds."""
+    """Compile a job's main kernels; return a row with stack frame and seconds for each."""
     rows = []
     for source in sources(job):
         artifact = kernel.kernel(source).artifact
@@ -102,7 +102,7 @@ def run(job: Job) -> list[Row]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield the jobs that the options ask for."""
+    """Yield the jobs that the command-line options select."""
     for dims in options.head_dim:
         rest = dims, options.dtype, options.arch, options.ctas
         candidates = [k for k in kernels(*dims, template="sm100") if k.ctas == CTAS[options.ctas]]
@@ -121,7 +121,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def results(wanted: list[Job], workers: int) -> Iterator[Row]:
-    """Yield the rows of all jobs, in their order."""
+    """Yield the rows of all jobs, in the order of `wanted`, computed by `workers` processes."""
     if workers == 1:
         torch.set_num_threads(1)
         for job in wanted:
@@ -134,7 +134,7 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
-    """Summarize each group of kernels that differ in their variant only in one row."""
+    """Return one row for each group of kernels that differ only in their variant."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in GROUP), []).append(row)
@@ -153,19 +153,19 @@ def grouped(rows: Sequence[Row]) -> list[Row]:
 
 
 def tile(text: str) -> tuple[int, int]:
-    """Parse rows and columns: "128x64"."""
+    """Parse tile sizes such as "128x64" into (rows, columns)."""
     rows, _, columns = text.partition("x")
     return int(rows), int(columns)
 
 
 def head_dims(text: str) -> tuple[int, int]:
-    """Parse head dims of query and value: "128", or "192,128"."""
+    """Parse the head dims of query and value from "128" (both) or "192,128"."""
     wide, _, deep = text.partition(",")
     return int(wide), int(deep or wide)
 
 
 def line(row: Row) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of text."""
     block = "{}x{}".format(*row["block"]) if row["block"] else ""
     ctas = "pair" if row["pair"] else "one"
     name = f"{row['variant']:36} {row['kernel']:34} {ctas:5} {block:8}"

@@ -2,13 +2,14 @@
 
     python benchmarks/fuzz.py --minutes 10 --seed 3
 
-Variants are random expressions over positions, captured tables and learned tensors, and compositions
-of the library; calls differ in lengths, batch, grouped heads, head dims, dtype, strides and scale.
-The CPU template computes most of them, forward and backward, the emulated GPU kernels a share of the
-time. `attnkit.testing.check_case` compares each with dense attention in float64.
+Variants are random expressions over positions, captured tables and learned tensors, and
+compositions of library masks and mods. Calls differ in lengths, batch, grouped heads, head dims,
+dtype, strides and scale. Most calls run on the CPU template, forward and backward; a share of the
+time goes to the emulated GPU kernels. `attnkit.testing.check_case` compares each result with dense
+attention in float64.
 
-A failure ends the search, prints the seed of its round and a small program that repeats it, and
-gives exit status 1.
+On a failure the script prints the seed of the round and a small program that reproduces the
+failure, and exits with status 1.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from attnkit.testing import Case, CheckError, Limits, Report, cases, check_case,
 
 @dataclass(frozen=True)
 class Target:
-    """Describes what a round checks.
+    """Describe what one round checks.
 
     Attributes:
-        backend: what computes.
-        limits: sizes to draw.
-        calls: strategy of the calls.
-        examples: calls to draw in a round.
-        shrink_seconds: time to look for a smaller call after a failure.
+        backend: the backend under test.
+        limits: limits of the sizes to draw.
+        calls: hypothesis strategy that draws the calls.
+        examples: number of calls to draw in a round.
+        shrink_seconds: time to search for a smaller call after a failure.
     """
 
     backend: str
@@ -54,7 +55,7 @@ def _cpu() -> Target:
 
 
 def _emulated(architecture: str) -> Target:
-    """Draw small calls that the GPU kernels take: 16 bits, aligned head dims."""
+    """Return a target for the emulated GPU kernels: small 16-bit calls, aligned head dims."""
     limits = Limits(q_len=(1, 80), kv_len=(1, 80), batch=(1, 1), heads=(1, 2))
     dim = st.sampled_from([16, 64])
     calls = st.builds(
@@ -76,7 +77,7 @@ TARGETS = {"cpu": _cpu(), "sm_90a": _emulated("sm_90a"), "sm_100a": _emulated("s
 
 @dataclass
 class Round:
-    """Counts what a round compared, and holds its smallest failure."""
+    """Count the calls that a round compared, and hold its smallest failure."""
 
     calls: int = 0
     failure: Report | None = None
@@ -84,15 +85,18 @@ class Round:
 
 
 class _Failure(Exception):
-    """Tells hypothesis that a call failed, so that it looks for a smaller one."""
+    """Raised to tell hypothesis that a call failed, so that it searches for a smaller one."""
 
 
 class _Stop(BaseException):
-    """Ends the search for a smaller call. Hypothesis takes a subclass of Exception for a failure."""
+    """Raised to end the search for a smaller call.
+
+    Not a subclass of Exception, because hypothesis would treat that as another failure.
+    """
 
 
 def run_round(target: Target, seed: int) -> Round:
-    """Draw variants and calls from a seed, check each, and make the first failure small."""
+    """Draw variants and calls from `seed`, check each, and shrink the first failure."""
     result = Round()
 
     @hypothesis.seed(seed)
@@ -131,12 +135,12 @@ def run_round(target: Target, seed: int) -> Round:
 
 
 class Search:
-    """Runs rounds, each with a seed of its own, until time is up or one fails.
+    """Run rounds, each with its own seed, until time is up or a round fails.
 
     Args:
-        seed: seed of the first round; the next ones follow.
-        minutes: time after which no round begins; at least one runs on each target.
-        share: share of the time for the emulated GPU kernels.
+        seed: seed of the first round; each later round adds 1.
+        minutes: time after which no round begins. At least one round runs for each target.
+        share: share of the time that goes to the emulated GPU kernels.
     """
 
     def __init__(self, seed: int, minutes: float, share: float) -> None:
@@ -147,7 +151,7 @@ class Search:
         self.spent = dict.fromkeys(TARGETS, 0.0)
 
     def run(self) -> int:
-        """Search; return the exit status."""
+        """Run the search and print its outcome; return the exit status."""
         began = time.monotonic()
         while time.monotonic() - began < self.seconds:
             name = self._next()
@@ -167,20 +171,20 @@ class Search:
         return 0
 
     def _next(self) -> str:
-        """Choose the target that is furthest behind its share of the time."""
+        """Return the name of the target that has used the least of its share of the time."""
         shares = {name: self.share / 2 for name in TARGETS} | {"cpu": 1 - self.share}
         eligible = [name for name, share in shares.items() if share > 0]
         return min(eligible, key=lambda name: self.spent[name] / shares[name])
 
 
 def failure_text(report: Report, target: str, seed: int) -> str:
-    """Format a failure with the command that repeats its round."""
+    """Format a failure together with the command that repeats its round."""
     again = f"python benchmarks/fuzz.py --seed {seed} --only {target}"
     return f"{report}\n\nseed {seed}; this repeats the round: {again}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read options, search, and return the exit status."""
+    """Parse the options, run the search, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="how long; default 2")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; default 0")

@@ -2,12 +2,13 @@
 
     python benchmarks/gpt2.py --save
 
-A step is forward, backward and AdamW in bfloat16, of twelve layers with 12 heads of 64, on 8
-sequences of 4096 tokens, each packed with documents of random lengths. Every contender trains its
-own model from the same weights, compiled layer by layer. The losses of a few steps are compared,
-then steps are timed in turns in this process. "no attention" returns the value instead, which gives
-the time of the rest of the step. The exit status is 1 if attnkit failed, else 3 if the rounds
-spread over more than 10 % in each of three attempts; such rows are not saved.
+A step is a forward, a backward and an AdamW update in bfloat16. The model has twelve layers with 12
+heads of 64, and the batch has 8 sequences of 4096 tokens, each packed with documents of random
+lengths. Every contender trains its own model from the same initial weights, compiled layer by
+layer. The script compares the losses of the first steps, then times steps round-robin in this
+process. The contender "no attention" returns the value instead of attention, which gives the time
+of the rest of the step. The exit status is 1 if attnkit failed, else 3 if the rounds spread over
+more than 10 % in each of three attempts; such rows are not saved.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, H, S, D]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Describes the sizes of the model and of a batch."""
+    """Hold the sizes of the model and of a batch."""
 
     layers: int = 12
     heads: int = 12
@@ -65,7 +66,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Applies attention and a feed-forward layer, each with a residual connection."""
+    """Transformer block: attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Computes the next-token loss in float32, with the input embedding as output weight."""
+    """Output layer: next-token loss in float32, with the input embedding as the output weight."""
 
     def __init__(self, tokens: nn.Embedding) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """Computes the loss of GPT-2."""
+    """GPT-2 model whose forward returns the next-token loss."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Model(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return the loss; see `Batch` for the arguments."""
+        """Return the scalar loss; `tokens` and `places` are as in `Batch`."""
         x = self.tokens(tokens) + self.places(places)
         for block in self.blocks:
             x = block(x)
@@ -119,7 +120,13 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """Bundles tokens, document ids and positions within the document; all int64 [B, S]."""
+    """Hold a batch of packed documents; all tensors are int64 [B, S].
+
+    Attributes:
+        tokens: token ids.
+        documents: document ids, increasing along the sequence.
+        places: position of each token within its document.
+    """
 
     tokens: Tensor
     documents: Tensor
@@ -127,7 +134,7 @@ class Batch:
 
     @staticmethod
     def drawn(sizes: Sizes, device: torch.device) -> Batch:
-        """Draw documents of log-normal lengths, like web pages; the last one is cut."""
+        """Draw documents with log-normal lengths, like web pages; cut the last of a sequence."""
         random = torch.Generator().manual_seed(0)
         shape = (sizes.batch, sizes.length)
         tokens = torch.randint(sizes.vocabulary, shape, generator=random)
@@ -140,23 +147,23 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Return the number of documents."""
+        """Return the number of documents in the batch."""
         return int((self.documents[:, -1] + 1).sum())
 
     @property
     def density(self) -> float:
-        """Return the share of scores that the mask keeps."""
+        """Return the fraction of scores that the mask keeps."""
         return float((self.places + 1).sum() / self.places.shape[1] / self.places.numel())
 
 
 def attnkit_attention(batch: Batch) -> Attention:
-    """Build attention by attnkit; the first call classifies the tiles."""
+    """Build causal attention within documents with attnkit; the first call classifies the tiles."""
     mask = masks.causal() & masks.document(batch.documents)
     return lambda q, k, v: attnkit.flex_attention(q, k, v, block_mask=mask)
 
 
 def flex_attention(batch: Batch, options: dict[str, Any] | None = None) -> Attention:
-    """Build attention by FlexAttention; the block mask is built once."""
+    """Build causal attention within documents with FlexAttention; the block mask is built here."""
     documents = batch.documents
 
     def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -168,7 +175,7 @@ def flex_attention(batch: Batch, options: dict[str, Any] | None = None) -> Atten
 
 
 def dense_attention(batch: Batch) -> Attention:
-    """Build attention by scaled_dot_product_attention with a dense mask."""
+    """Build causal attention within documents with SDPA and a dense mask."""
     at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     kept = batch.documents[:, :, None] == batch.documents[:, None]
     kept = (kept & (at[:, None] >= at))[:, None]
@@ -187,11 +194,11 @@ DEFAULT = "attnkit,Flex Triton,Flex FLASH,no attention"
 
 @dataclass(frozen=True)
 class Contender:
-    """Bundles a model's training step with fields of its row.
+    """Hold a model's training step and the fields of its row that are known before timing.
 
     Attributes:
-        step: takes a training step, and returns the loss.
-        known: fields of its row.
+        step: runs one training step and returns the loss.
+        known: losses of the first steps, seconds until they were done, and peak memory.
     """
 
     step: Callable[[], Tensor]
@@ -199,7 +206,7 @@ class Contender:
 
 
 def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> Contender:
-    """Build a model and take some steps; return its step, first losses and peak memory."""
+    """Build a model, run its first training steps, and return it as a `Contender`."""
     began = time.perf_counter()
     device = batch.tokens.device
     torch.manual_seed(0)
@@ -228,7 +235,7 @@ def prepared(attention: Attention, batch: Batch, sizes: Sizes, whole: bool) -> C
 
 
 class WallTimer:
-    """Times by the wall clock, for machines without a GPU."""
+    """Timer that uses the wall clock, for machines without a GPU."""
 
     def prepare(self, function: Function) -> None:
         function()
@@ -242,7 +249,7 @@ class WallTimer:
 def measured(
     names: list[str], batch: Batch, sizes: Sizes, timer: Timer, rounds: int, whole: bool
 ) -> list[Row]:
-    """Build and time all contenders; return a row for each."""
+    """Build and time all contenders; return one row for each name, in order."""
     ready: dict[str, Contender] = {}
     rows: dict[str, Row] = {}
     for name in names:
@@ -264,7 +271,7 @@ def measured(
 
 
 def figures(own: Series, ours: Series | None, tokens: int) -> Row:
-    """Return times, clock, throughput, and the ratio to attnkit's time."""
+    """Return times, SM clock, tokens per second, and the time relative to attnkit's."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
     row |= own.spreads(ours)
@@ -273,7 +280,7 @@ def figures(own: Series, ours: Series | None, tokens: int) -> Row:
 
 
 def disagreeing(rows: list[Row]) -> list[str]:
-    """Return contenders whose losses differ from attnkit's; "no attention" may differ."""
+    """Return the contenders whose losses differ from attnkit's, except "no attention"."""
     losses = {r["contender"]: r["losses"] for r in rows if "losses" in r}
     ours = losses.get(OURS, [])
     return [
@@ -285,7 +292,7 @@ def disagreeing(rows: list[Row]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of text."""
     if "skipped" in row:
         return f"{row['contender']:18}skipped: {row['skipped']}"
     peak, clock = row.get("peak_bytes", 0) / 2**30, row["ghz"]

@@ -1,11 +1,11 @@
 """Measure attnkit against its peers on a GPU: `python benchmarks/gpu.py` (`--help` for choices).
 
-Checks every contender of each case of gpu_cases.toml against float64, then times all contenders of
-the case in turns in this process. If a contender is not installed, refuses the case or computes
-something else, its row says why. A contender takes part with the fastest of its settings. A case
-whose rounds spread over more than 10 % is measured again, up to three times in all; if it still
-does, its rows are printed and not saved. The exit status is 1 if attnkit failed or was wrong, else
-3 if a case was too noisy.
+The script checks every contender of each case of gpu_cases.toml against float64, then times all
+contenders of the case round-robin in this process. If a contender is not installed, refuses the
+case or computes a different result, its row gives the reason. Each contender is timed with the
+fastest of its settings. A case whose rounds spread over more than 10 % is measured again, up to
+three times in total; if it still spreads, its rows are printed but not saved. The exit status is 1
+if attnkit failed or was wrong, else 3 if a case was too noisy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Function = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Says how each case is measured."""
+    """Hold the options that say how each case is measured."""
 
     backward: bool
     mode: str
@@ -50,12 +50,12 @@ class Settings:
 
 
 def shape_of(case: Row, config: Row) -> Shape:
-    """Return the sizes of a case: its own, and defaults of the file for the rest."""
+    """Return the sizes of a case, with the defaults of `config` for those it does not set."""
     return Shape.of(config["shape"] | case.get("shape", {}))
 
 
 def wanted(config: Row, only: str, backward: bool) -> list[Row]:
-    """Return the cases to measure, in the file's order."""
+    """Return the cases whose name matches the pattern `only`, in the file's order."""
     return [
         case
         for case in config["case"]
@@ -71,7 +71,7 @@ def measure(
     settings: Settings,
     device: torch.device,
 ) -> Iterator[Row]:
-    """Measure one case; yield one row for each contender, all "noisy" if one of them is."""
+    """Measure one case and yield a row per contender; if one is noisy, all rows say "noisy"."""
     torch.compiler.reset()  # else peers reach dynamo's limit of recompilations after some cases
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
@@ -93,7 +93,7 @@ def measure(
 
 
 def figures(own: Series, ours: Series | None, flops: float) -> Row:
-    """Return times, clock and throughput, and the ratio to attnkit's time."""
+    """Return the measured fields of a row: times, clock, TFLOP/s and ratio to attnkit."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings)}
     row |= own.spreads(ours)
@@ -113,7 +113,7 @@ HEAD = (
 
 
 def line(row: Row) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of the printed table."""
     text = f"{row['contender']:26}"
     if "skipped" in row:
         return f"{text}{'FAILED' if 'failed' in row else 'skipped'}: {row['skipped']}"
@@ -131,12 +131,12 @@ def line(row: Row) -> str:
 
 
 def listed(names: str) -> list[str]:
-    """Split a text at commas."""
+    """Split a comma-separated list of names."""
     return [part.strip() for part in names.split(",") if part.strip()]
 
 
 def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Sweep]:
-    """Return the contenders of a case; with `--ablations` only attnkit, unless peers are named."""
+    """Return the contenders of a case; with `--ablations` only attnkit unless peers are named."""
     names = listed(options.contenders) or ([OURS] if options.ablations else list(CONTENDERS))
     found = {name: settings for name, settings in CONTENDERS.items() if name in names}
     return found | (ablations(config, case) if options.ablations else {})
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     config: Row, cases: list[Row], options: argparse.Namespace, timer: Timer, device: torch.device
 ) -> int:
-    """Measure cases and print them; return 1 if attnkit was wrong."""
+    """Measure and print all cases; return 1 if attnkit was wrong, `NOISY` if noisy, else 0."""
     where = describe_gpu(device) if device.type == "cuda" else {}
     print(*(f"{k}: {v}" for k, v in where.items()), sep=", ")
     file = row_file(options.save, options.commit)
@@ -250,7 +250,7 @@ def run(
 
 
 def saved_cases(options: argparse.Namespace, commit: str) -> set[str]:
-    """Return the cases that have rows of this commit, direction and mode in the file of rows."""
+    """Return the cases with saved rows for this commit, direction and mode."""
     if not options.save.exists():
         return set()
     wanted = commit, "backward" if options.backward else "forward", options.mode

@@ -1,7 +1,8 @@
-"""Compare sampled rows, and gradients of the last head, with dense attention in float64.
+"""Compare results on a GPU with dense attention in float64, on a sample of rows or heads.
 
-The limit is twice the error of the same dense attention in the inputs' own dtype, where products
-are rounded to that dtype and the softmax is in float32.
+A forward is compared on sampled rows of two heads, a backward on the gradients of the last kv head
+and of the query heads that share it. The limit is twice the error of dense attention in the inputs'
+own dtype, with products rounded to that dtype and the softmax in float32.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ SCORES_HELD = 1 << 26  # scores that the reference for gradients computes at a t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Compares the error of the worst tensor with its limit.
+    """Hold the error of the worst tensor and its limit.
 
     Attributes:
-        error: largest difference, as a share of the largest exact value.
-        allowed: twice the error of dense attention in the same dtype.
+        error: largest difference, relative to the largest exact value.
+        allowed: largest allowed error, twice that of dense attention in the same dtype.
     """
 
     error: float
@@ -33,15 +34,15 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Return whether the error is within the limit; False if the result has a NaN."""
+        """Return whether the error is within the limit; False if the result contains a NaN."""
         return self.error <= self.allowed
 
 
 class Check:
-    """Computes the exact result of one problem and direction, and compares other results with it.
+    """Compute the reference of one problem and direction, and compare results with it.
 
     Args:
-        p: the problem; its inputs require grad in the backward.
+        p: the problem. Its inputs require grad for a backward.
         backward: check gradients instead of the output.
     """
 
@@ -62,7 +63,12 @@ class Check:
         ]
 
     def __call__(self, results: Sequence[Tensor]) -> Verdict:
-        """Compare an output [B, H, S, Dv], or gradients of query, key, value and learned tables."""
+        """Compare the results of a contender with the reference; return the worst verdict.
+
+        Args:
+            results: the output [B, H, S, Dv], or the gradients of query, key, value and learned
+                tables.
+        """
         picked = self._picked(results)
         pairs = zip(picked, self.truth, self.allowed, strict=True)
         verdicts = [Verdict(_off(a.double(), b), allowed) for a, b, allowed in pairs]
@@ -90,7 +96,11 @@ class Check:
         return outputs
 
     def _gradients(self, dtype: torch.dtype) -> list[Tensor]:
-        """Compute gradients of the query heads that share the last kv head, of all batches."""
+        """Compute reference gradients in `dtype`, summed over query rows; return them in float64.
+
+        The gradients are those of the last kv head and of the query heads that share it, for all
+        batch elements, and those of the learned tables.
+        """
         p, shape = self.p, self.p.shape
         group = shape.heads // shape.kv_heads
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -139,7 +149,7 @@ def _attention(
     place: tuple[int, int],
     tables: tuple[Tensor, ...],
 ) -> Tensor:
-    """Compute dense attention for some rows of one head; fully masked rows give 0."""
+    """Compute dense attention for the query rows `rows` of one head; fully masked rows give 0."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (query @ key.mT).to(wide) * query.shape[-1] ** -0.5
     score_mod: Callable[..., Tensor] | None = p.modified_by(tables)
@@ -156,6 +166,6 @@ def _attention(
 
 
 def _off(result: Tensor, truth: Tensor) -> float:
-    """Return the largest difference as a share of the largest exact value (of 1 if all are 0)."""
+    """Return the largest difference relative to the largest exact value, or to 1 if all are 0."""
     top = truth.abs().max()
     return float((result - truth).abs().max() / torch.where(top > 0, top, 1))

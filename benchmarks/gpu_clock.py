@@ -1,6 +1,7 @@
-"""Read each SM's cycle counter and timer in a kernel; two readings give the clock in between.
+"""Read the cycle counter and timer of each SM in a kernel, to compute the SM clock.
 
-Import this only where there is a CUDA device: Triton comes with PyTorch's CUDA builds.
+Import this module only where there is a CUDA device, because Triton comes with PyTorch's CUDA
+builds.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def _stamp(rows):
 
 
 def stamp(device: torch.device) -> Tensor:
-    """Launch a kernel that reads the counters of all SMs; does not wait for it.
+    """Launch a kernel that reads the cycle counter and timer of every SM, without waiting for it.
 
     Returns:
-        int64 [blocks, 3]: SM, cycles, nanoseconds. There are several blocks for each SM.
+        int64 [blocks, 3], with columns SM, cycles, nanoseconds. There are four blocks per SM.
     """
     blocks = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     rows = torch.empty(blocks, 3, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Build the calls to time for a GPU case: attnkit's and its peers'.
+"""Build the functions to time for a GPU case: calls of attnkit and of its peers.
 
 A builder takes a `Problem` and returns a `Run`. It raises `Unsuitable` if the peer is not installed
-or cannot express the case. Errors of the peer itself pass through.
+or does not support the case. It does not catch errors of the peer itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_BLOCK = (128, 128)  # FlexAttention's
 
 
 class Unsuitable(Exception):
-    """Says why a contender cannot take part in a case."""
+    """Raised if a contender cannot run a case; the message gives the reason."""
 
 
 def _same(t: Tensor) -> Tensor:
@@ -36,11 +36,11 @@ def _same(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """Bundles the functions that run one contender on one problem.
+    """Hold the functions that run one contender on one problem.
 
     Attributes:
-        call: runs the forward; returns the output in the contender's own layout.
-        leaves: the tensors whose gradients its backward computes: query, key, value and learned
+        call: runs the forward and returns the output in the contender's own layout.
+        leaves: the tensors whose gradients the backward computes: query, key, value and learned
             tensors.
         own: converts a tensor [B, H, S, D] to the contender's layout.
         shown: converts a tensor in the contender's layout to [B, H, S, D].
@@ -74,7 +74,11 @@ def attnkit_run(
     backend: str = "cute",
     deterministic: bool = False,
 ) -> Run:
-    """Build a call of attnkit; the mask is a function, so that the plan chooses its tiles."""
+    """Build a call of attnkit.
+
+    The call passes the mask as a function, not as a block mask, so that attnkit chooses the tile
+    sizes.
+    """
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
 
     def call() -> Tensor:
@@ -93,7 +97,11 @@ def attnkit_run(
 
 
 def deterministic_run(p: Problem) -> Run:
-    """Build a call with `deterministic=True`; only a backward differs, so only that is timed."""
+    """Build a call of attnkit with `deterministic=True`, for the backward only.
+
+    Raises:
+        Unsuitable: the problem is a forward, which the option does not change.
+    """
     if not p.query.requires_grad:
         raise Unsuitable("a forward is deterministic as it is")
     return attnkit_run(p, deterministic=True)
@@ -101,7 +109,7 @@ def deterministic_run(p: Problem) -> Run:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the `with` block."""
+    """Set environment variables inside the `with` block and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -120,13 +128,15 @@ def flex_run(
     block: tuple[int, int] | None = None,
     mode: str | None = None,
 ) -> Run:
-    """Build a call of compiled FlexAttention, as documented; build the block mask once.
+    """Build a call of compiled FlexAttention as its documentation recommends.
+
+    The block mask is built once, outside the call.
 
     Args:
         p: the problem.
-        kernel_options: as of `flex_attention`.
-        block: BLOCK_SIZE of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
-        mode: of `torch.compile`.
+        kernel_options: passed to `flex_attention`.
+        block: `BLOCK_SIZE` of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
+        mode: passed to `torch.compile`.
     """
     mask = None
     if p.mask_mod is not None:
@@ -137,7 +147,7 @@ def flex_run(
         )
     elif block is not None:
         raise Unsuitable("has no block mask here, so no BLOCK_SIZE")
-    # fullgraph: a limit of recompiles that is hit is an error, not a slow eager call
+    # fullgraph: reaching the recompile limit raises an error instead of running eagerly
     compiled = torch.compile(_copied(flex.flex_attention), dynamic=False, fullgraph=True, mode=mode)
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
     return Run(
@@ -150,7 +160,11 @@ def flex_run(
 
 
 def _copied(function: Any) -> FunctionType:
-    """Copy a function and its code, by which torch.compile keeps its cache and counts recompiles."""
+    """Copy a function and its code object.
+
+    `torch.compile` keeps its cache and its count of recompiles per code object, so a copy starts
+    with neither.
+    """
     code = function.__code__.replace()
     whole = (function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy = FunctionType(code, *whole)
@@ -159,13 +173,13 @@ def _copied(function: Any) -> FunctionType:
 
 
 def flex_flash_run(p: Problem, block: tuple[int, int] | None = None) -> Run:
-    """Build a call of FlexAttention on FlashAttention-4's kernels."""
+    """Build a call of compiled FlexAttention on FlashAttention-4's kernels."""
     _flash_attention_4()
     return flex_run(p, {"BACKEND": "FLASH"}, block)
 
 
 def _flash_attention_4() -> Any:
-    """Import FlashAttention-4's interface, or raise `Unsuitable`."""
+    """Return FlashAttention-4's interface module; raise `Unsuitable` if it is not installed."""
     try:
         from flash_attn.cute import interface
     except ImportError as error:
@@ -174,7 +188,7 @@ def _flash_attention_4() -> Any:
 
 
 def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
-    """Build a direct call of FlashAttention-4 ([B, S, H, D]) with its built-in variants."""
+    """Build a direct call of FlashAttention-4 (layout [B, S, H, D]), for its built-in variants."""
     interface = _flash_attention_4()
     if pack_gqa is not None and p.shape.heads == p.shape.kv_heads:
         raise Unsuitable("has no heads to pack: none are shared")
@@ -201,7 +215,7 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
 
 
 def _fa4_documents(p: Problem, function: Callable[..., Any], options: dict[str, Any]) -> Run:
-    """Build FlashAttention-4's varlen call, with documents as sequences packed into [B S, H, D]."""
+    """Build a varlen call of FlashAttention-4, with the documents as sequences ([B S, H, D])."""
     shape = p.shape
 
     def packed(t: Tensor) -> Tensor:
@@ -225,7 +239,7 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
-    """Build a call of scaled_dot_product_attention with one of its kernels."""
+    """Build a call of scaled_dot_product_attention restricted to one backend."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
@@ -271,12 +285,12 @@ CONTENDERS: dict[str, Sweep] = {
 
 
 def default(name: str) -> Builder:
-    """Return a contender's builder without options."""
+    """Return the builder of a contender with its default setting."""
     return next(iter(CONTENDERS[name].values()))
 
 
 def skipped(name: str, error: Exception) -> dict[str, Any]:
-    """Return the fields of a row that say why a contender was skipped.
+    """Return the fields of a row that give the reason why a contender was skipped.
 
     "failed" is set if attnkit raised an error other than UnsupportedError.
     """
@@ -290,7 +304,7 @@ def skipped(name: str, error: Exception) -> dict[str, Any]:
 
 
 def ablations(config: dict[str, Any], case: str) -> dict[str, Sweep]:
-    """Return attnkit with other options of the plan as contenders of a case, by name."""
+    """Return attnkit with the ablation options of `config` for a case, as contenders by name."""
 
     def builder(entry: dict[str, Any]) -> Builder:
         options, environment = entry.get("kernel_options"), entry.get("environment")

@@ -1,11 +1,12 @@
 """Measure the host time of a call and the time of first calls: `python benchmarks/gpu.py --host`.
 
-Host time is the time to queue a small problem, whose device time is shorter: a forward, a forward
-recorded for autograd, and a backward. For comparison there are SDPA, which a user would call
-without a score_mod, and torch operators that do almost nothing. First calls run in fresh processes:
-the very first call, with its imports; the first call of another variant; and a first backward.
-Before the backward, torch runs the backward of a product, because torch takes 0.3 s to load its own
-code there. Each is measured with empty caches on disk (cold) and again with filled ones (warm).
+Host time is the time to queue a small problem, whose device time is shorter. It is measured for a
+forward, a forward recorded by autograd, and a backward. The baselines are SDPA, which a user would
+call without a score_mod, and torch operators that do almost nothing. First calls run in fresh
+processes: the very first call, including imports; the first call of another variant; and a first
+backward. Before the backward, torch runs the backward of a product, because torch takes 0.3 s to
+load its own code at the first backward. Each is measured with empty disk caches (cold) and again
+with filled ones (warm).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CACHES = (
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run both benchmarks; options as in gpu.py."""
+    """Run both benchmarks with the options of gpu.py; return the exit status."""
     file = row_file(options.save, options.commit)
     device = torch.device("cuda", torch.cuda.current_device())
     where = describe_gpu(device)
@@ -71,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def line(row: Row) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of text."""
     text = f"{row['benchmark']:16}{row['case']:24}{row['contender']:20}"
     if "direction" in row:
         text += f"{row['direction']:18}"
@@ -86,7 +87,7 @@ def line(row: Row) -> str:
 
 
 def wait(device: torch.device) -> None:
-    """Wait for the device; do nothing on a CPU."""
+    """Synchronize with a CUDA device; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -95,7 +96,7 @@ def wait(device: torch.device) -> None:
 
 
 def sdpa(p: Problem) -> Run:
-    """Build a call of scaled_dot_product_attention with the kernel that torch chooses."""
+    """Build a call of scaled_dot_product_attention with the backend that torch chooses."""
     if p.score or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     causal = p.mask == "causal"
@@ -106,7 +107,7 @@ def sdpa(p: Problem) -> Run:
 
 
 def add(p: Problem) -> Run:
-    """Build the addition of two elements into an existing tensor."""
+    """Build the baseline `torch.add(x, x, out=out)` on two scalars."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     x, out = torch.zeros(2, device=p.query.device)
@@ -114,7 +115,7 @@ def add(p: Problem) -> Run:
 
 
 def empty(p: Problem) -> Run:
-    """Build the allocation of a tensor like the query."""
+    """Build the baseline `torch.empty_like(query)`."""
     if p.mask or p.score:
         raise Unsuitable("is measured once")
     like = p.query.detach()
@@ -122,7 +123,7 @@ def empty(p: Problem) -> Run:
 
 
 def host_rows(config: Row, only: str, names: list[str], device: torch.device) -> Iterator[Row]:
-    """Yield rows with the microseconds that the host needs to queue a call."""
+    """Yield rows with the host time to queue a call, in microseconds."""
     baselines: dict[str, Builder] = {"SDPA": sdpa, "torch.add": add, "torch.empty_like": empty}
     chosen = {name: default(name) for name in names or CONTENDERS} | baselines
     for case in config["case"]:
@@ -139,7 +140,7 @@ def host_rows(config: Row, only: str, names: list[str], device: torch.device) ->
 
 
 def host_time(name: str, builder: Builder, p: Problem, direction: str, device: torch.device) -> Row:
-    """Measure one contender; return the fields of its row."""
+    """Measure the host time of one contender; return the fields of its row."""
     try:
         run = builder(p)
         if direction != "forward" and not run.leaves:
@@ -152,15 +153,16 @@ def host_time(name: str, builder: Builder, p: Problem, direction: str, device: t
 
 
 def host_us(call: Any, device: torch.device) -> Row:
-    """Time many calls without a wait between; return the median over repeats, and their spread.
+    """Time batches of `CALLS` calls without synchronization; return median, spread and attempts.
 
-    The repeats are measured again while they spread over more than `SPREAD`.
+    The batches are measured again while they spread over more than `SPREAD`, up to `ATTEMPTS`
+    times.
     """
-    attempts, times = 0, Times((0.0, 1.0))  # so far nothing is steady
+    attempts, times = 0, Times((0.0, 1.0))  # a spread above the limit, so that the loop begins
     while attempts < ATTEMPTS and times.spread > SPREAD:
         attempts += 1
         measured = []
-        for _ in range(1 + REPEATS):  # the first does not count
+        for _ in range(1 + REPEATS):  # the first is a warm-up
             wait(device)
             began = time.perf_counter()
             for _ in range(CALLS):
@@ -175,7 +177,7 @@ def host_us(call: Any, device: torch.device) -> Row:
 
 
 def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
-    """Yield rows with the seconds of first calls, from two fresh processes for each contender."""
+    """Yield rows with the seconds of first calls, in a cold and a warm process per contender."""
     write_bytecode(names)
     for name in names or CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +191,7 @@ def first_rows(options: argparse.Namespace, names: list[str]) -> Iterator[Row]:
 
 
 def write_bytecode(names: list[str]) -> None:
-    """Compile the modules that first calls import to bytecode, as an installer does."""
+    """Compile the modules that first calls import to bytecode, as a package installer does."""
     own = Path(attnkit.__file__).parent
     folders = [own, *(own / link for link in ("masks", "mods", "templates"))]
     modules = ["cutlass.cute"]
@@ -203,7 +205,7 @@ def write_bytecode(names: list[str]) -> None:
 
 
 def first(name: str, cases: Path, folder: Path) -> Row:
-    """Measure a contender in a fresh process whose caches are in `folder`; return its fields."""
+    """Measure first calls in a fresh process with its caches in `folder`; return the fields."""
     own = {variable: str(folder / variable.lower()) for variable in CACHES}
     own["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
     command = [sys.executable, __file__, name, str(cases)]
@@ -218,7 +220,7 @@ def first(name: str, cases: Path, folder: Path) -> Row:
 
 
 def child(name: str, cases: Path, device: torch.device) -> Row:
-    """Measure the first calls of this process."""
+    """Measure the first calls of this process; return the seconds of each as fields of a row."""
     known = {case["name"]: case for case in tomllib.loads(cases.read_text())["case"]}
     times: list[float | None] = []
     for case in FIRST:

@@ -13,7 +13,7 @@ PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
 
 
 def describe_gpu(device: torch.device) -> dict[str, object]:
-    """Return the fields of a row that do not depend on the case.
+    """Return the fields that all rows of a run share: versions, GPU, driver and power limit.
 
     Args:
         device: a CUDA device.
@@ -36,7 +36,7 @@ def _version(package: str) -> str:
 
 
 def _smi(field: str) -> str:
-    """Ask nvidia-smi for one value of the first GPU; empty if there is no answer."""
+    """Return one value that nvidia-smi reports for GPU 0, or "" if it gives no answer."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)

@@ -1,7 +1,7 @@
-"""Build each contender of a GPU case with its fastest setting.
+"""Choose the fastest setting of each contender of a GPU case.
 
-Every setting is checked against float64. Those that pass are timed for a moment, in turns, and the
-fastest takes part in the case.
+Every setting is checked against float64. The settings that pass are timed briefly, round-robin, and
+the fastest represents the contender in the case.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ Row = dict[str, Any]
 
 
 class OutOfTime(BaseException):
-    """Interrupt a setting. It is no Exception, so that a compiler's handlers let it pass."""
+    """Raised by `limited` to interrupt a setting.
+
+    Not a subclass of Exception, so that exception handlers inside a compiler do not catch it.
+    """
 
 
 @contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Raise OutOfTime inside the block after so many seconds; never if None.
+    """Raise `OutOfTime` inside the `with` block after `seconds`; without limit if None.
 
-    Signals reach the main thread only; elsewhere the block runs to its end.
+    Signals reach the main thread only, so in other threads the block runs to its end.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -44,7 +47,7 @@ def limited(seconds: float | None) -> Iterator[None]:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, stop)
-    # again each second: an exception inside of a finalizer is swallowed
+    # repeat each second: an exception inside a finalizer is swallowed
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 1.0)
     try:
         yield
@@ -55,7 +58,7 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 @dataclass
 class _Tried:
-    """Collect what became of the settings of one contender."""
+    """Hold the outcome of each setting of one contender: passed functions, errors, and reasons."""
 
     passed: dict[str, Function] = field(default_factory=dict)
     errors: dict[str, Row] = field(default_factory=dict)
@@ -64,14 +67,14 @@ class _Tried:
 
 @dataclass(frozen=True)
 class Sweeper:
-    """Hold what the contenders of a case share.
+    """Choose the setting of each contender of one case.
 
     Attributes:
         p: the problem.
-        check: compares with float64.
-        timer: takes the measurements that choose.
-        seconds: try no further setting of a contender after so long, and stop one in progress.
-            The first setting is always tried to its end.
+        check: compares results with float64.
+        timer: takes the measurements that decide.
+        seconds: time limit per contender. After it no further setting is tried, and one in progress
+            is stopped. The first setting always runs to its end.
     """
 
     p: Problem
@@ -82,10 +85,11 @@ class Sweeper:
     def prepare(
         self, contenders: Mapping[str, Sweep]
     ) -> tuple[dict[str, Function], dict[str, Row]]:
-        """Return what to time and fields of the row, by contender.
+        """Return two dictionaries by contender: the functions to time, and fields of their rows.
 
-        A contender that is left out says why in "skipped"; "failed" is said of ours where it should
-        not have been: it was wrong, or raised something else than UnsupportedError.
+        A contender that cannot be timed is missing from the first; its row gives the reason in the
+        field "skipped". The field "failed" is set for attnkit if it was wrong or raised an error
+        other than UnsupportedError.
         """
         runs: dict[str, Function] = {}
         known: dict[str, Row] = {}
@@ -115,7 +119,7 @@ class Sweeper:
                     function, error = self._checked(name, build)
             except OutOfTime:
                 tried.left_out[label] = {"skipped": f"not ready within {self.seconds:g} s"}
-                torch.compiler.reset()  # it was interrupted; what is ready compiles again
+                torch.compiler.reset()  # clear what the interrupt left; ready settings recompile
             except Exception as refusal:
                 tried.left_out[label] = skipped(name, refusal)
             else:
@@ -128,7 +132,12 @@ class Sweeper:
         return tried
 
     def _checked(self, name: str, build: Builder) -> tuple[Function, Row]:
-        """Build one setting and compare it; return its errors, and "skipped" if it is wrong."""
+        """Build one setting and compare its result with float64.
+
+        Returns:
+            The function to time, and the errors as fields of a row; with "skipped" if the result is
+            wrong.
+        """
         run = build(self.p)
         function = run.directed(self.p.grad if self.check.backward else None)
         found = function()
@@ -142,7 +151,7 @@ class Sweeper:
         return function, row
 
     def _probe(self, functions: Mapping[str, Function]) -> dict[str, float]:
-        """Return the median milliseconds of each setting; empty if there is no choice."""
+        """Return the median milliseconds of each setting, or nothing if there is only one."""
         if len(functions) < 2:
             return {}
         series = in_turn(functions, self.timer, rounds=PROBES)
@@ -150,7 +159,7 @@ class Sweeper:
 
 
 def alive(name: str, device: torch.device) -> None:
-    """Stop if the last contender broke the CUDA context; later results would be invalid."""
+    """Exit if contender `name` broke the CUDA context, because later results would be invalid."""
     if device.type != "cuda":
         return
     try:

@@ -1,7 +1,7 @@
-"""Print saved GPU rows, or draw them: `python benchmarks/gpu_table.py [--chart FILE.svg]`.
+"""Print saved GPU rows as tables: `python benchmarks/gpu_table.py [--chart FILE.svg]`.
 
-Each case shows the rows of its newest run only: figures of different runs do not compare, since the
-clock of the GPU changes.
+With `--chart`, also draw them as a bar chart. Each case shows the rows of its newest run only:
+figures of different runs cannot be compared, because the GPU's clock changes between runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str, Row]]:
-    """Return case -> contender -> row, each case from its newest run, in the order of the rows."""
+    """Return {case: {contender: row}} of the newest run of each case, in the order of `rows`."""
     wanted = [row for row in rows if (row.get("direction"), row.get("mode")) == (direction, mode)]
     runs: dict[str, str] = {}
     for row in wanted:
@@ -36,7 +36,7 @@ def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
-    """Return the contenders that were timed in any case, attnkit first."""
+    """Return the names of the contenders that were timed in any case, attnkit first."""
     timed = dict.fromkeys(
         name for rows in cases.values() for name, row in rows.items() if "ms" in row
     )
@@ -44,7 +44,7 @@ def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def cell(row: Row | None) -> str:
-    """Format TFLOP/s, milliseconds, and the time as a multiple of attnkit's."""
+    """Format TFLOP/s, milliseconds, and the time as a multiple of attnkit's; "" without a time."""
     if row is None or "ms" not in row:
         return ""
     text = f"{row['tflops']:.0f} ({row['ms']:.3f})"
@@ -54,7 +54,7 @@ def cell(row: Row | None) -> str:
 
 
 def best(rows: dict[str, Row]) -> str:
-    """Format the time of the fastest peer as a multiple of attnkit's."""
+    """Format the time of the fastest peer as a multiple of attnkit's, with the peer's name."""
     ratios = [
         (row["ratio"], name)
         for name, row in rows.items()
@@ -67,9 +67,9 @@ def best(rows: dict[str, Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], direction: str, mode: str) -> str:
-    """Format a Markdown table, one line for each case.
+    """Format a Markdown table with one line per case and one column per contender.
 
-    A cell has useful TFLOP/s, milliseconds, and the time as a multiple of attnkit's.
+    A cell shows useful TFLOP/s, milliseconds, and the time as a multiple of attnkit's.
     """
     cases = newest(rows, direction, mode)
     names = contenders(cases)
@@ -83,7 +83,7 @@ def markdown(rows: Sequence[Row], direction: str, mode: str) -> str:
 
 
 def skips(rows: Sequence[Row], direction: str, mode: str) -> list[str]:
-    """Return lines that say why contenders are missing."""
+    """Return a Markdown list item for each skipped contender, with the reason."""
     return [
         f"- {case}, {name}: {row['skipped']}"
         for case, own in newest(rows, direction, mode).items()
@@ -130,7 +130,7 @@ def chart(rows: Sequence[Row], direction: str, mode: str) -> str:
 
 
 def label(x: float, y: float, content: str, anchor: str, size: int = 11) -> str:
-    """Return an SVG text element."""
+    """Return an SVG text element at (`x`, `y`)."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
     return f"<text {place}>{escape(content)}</text>"
 

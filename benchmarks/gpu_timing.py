@@ -1,8 +1,8 @@
 """Measure device times of several functions round-robin, each with its SM clock.
 
-A GPU that is limited by its power slows down the longer it works. So all functions of a case are
-measured in turns in one process, either with a rest before each short measurement (burst) or
-without (sustained). Compare only times of the same run; cycles vary least from run to run.
+A GPU that is limited by its power slows down the longer it works. Therefore all functions of a case
+are measured round-robin in one process, either with a pause before each short measurement (burst)
+or without (sustained). Compare only times of the same run; cycles vary least from run to run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ Function = Callable[[], Any]
 
 SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
 NOISY = 3  # the exit status of a program that had rows too noisy to save
-LEAST, MOST = 0.1, 4.0  # GHz; a clock outside means that a counter was reset in between
+LEAST, MOST = 0.1, 4.0  # GHz; a clock outside this range means that a counter was reset in between
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Says how a measurement is taken.
+    """Describe how one measurement is taken.
 
     Attributes:
-        rest: seconds without work before the measurement.
-        settle: milliseconds of untimed launches before it, which also let the host get ahead.
-        length: milliseconds that are timed.
+        rest: seconds of idle time before the measurement.
+        settle: milliseconds of untimed launches before the timed ones. They also let the host run
+            ahead of the device.
+        length: milliseconds of timed launches.
     """
 
     rest: float
@@ -45,7 +46,7 @@ MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 4, 35)}
 
 @dataclass(frozen=True)
 class Reading:
-    """Records one measurement: milliseconds of one launch, and the SM clock in GHz if known."""
+    """Hold one measurement: milliseconds per launch, and the SM clock in GHz if known."""
 
     ms: float
     ghz: float | None
@@ -53,7 +54,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Series:
-    """Collects the measurements of one function."""
+    """Hold the measurements of one function."""
 
     readings: tuple[Reading, ...]
 
@@ -63,18 +64,18 @@ class Series:
 
     @property
     def ghz(self) -> float | None:
-        """Return the median SM clock."""
+        """Return the median SM clock in GHz, or None if it is unknown."""
         known = [r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
 
     @property
     def cycles(self) -> float | None:
-        """Return SM cycles of one launch: the median of time x clock over the measurements."""
+        """Return the SM cycles per launch: the median of time x clock over the measurements."""
         known = [1e6 * r.ms * r.ghz for r in self.readings if r.ghz is not None]
         return statistics.median(known) if known else None
 
     def spreads(self, ours: Series | None) -> dict[str, float]:
-        """Return the fields of a row that say how far the rounds lie apart: times, and ratios."""
+        """Return the spread of the times, and of the ratios to `ours`, as fields of a row."""
         found = {"spread": self.times.spread}
         if ours is not None:
             found["ratio_spread"] = spread(self.times.ratios(ours.times))
@@ -82,7 +83,10 @@ class Series:
 
 
 class Timer(Protocol):
-    """Takes measurements of functions; `prepare` must be called once for each function first."""
+    """Take measurements of functions.
+
+    `prepare` must be called once for each function before `measure`.
+    """
 
     def prepare(self, function: Function) -> Any: ...
 
@@ -91,11 +95,11 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Launches:
-    """Says how many launches measure a function.
+    """Describe how many launches one measurement of a function takes.
 
     Attributes:
         timed, settling: number of timed calls, and of untimed calls before them.
-        lead: cycles for which the device waits first, so that a slower host gets ahead of it.
+        lead: cycles for which the device first waits, so that a slow host can run ahead of it.
     """
 
     timed: int
@@ -104,10 +108,10 @@ class Launches:
 
 
 class CudaTimer:
-    """Times many launches between two CUDA events, and reads the SM clock before and after.
+    """Time many launches between two CUDA events, and read the SM clock before and after.
 
     Args:
-        mode: how long to measure, and how long to rest before.
+        mode: length of a measurement, and of the pause before it.
         device: a CUDA device.
     """
 
@@ -118,7 +122,7 @@ class CudaTimer:
         self.stamp(device)
 
     def prepare(self, function: Function, calls: int = 3) -> Launches:
-        """Run the function a few times, and choose how many launches a measurement has."""
+        """Run `function` a few times and return the number of launches for one measurement."""
         function()
         torch.cuda.synchronize(self.device)
         start, end = _events()
@@ -131,14 +135,14 @@ class CudaTimer:
         end.synchronize()
         ms = max(start.elapsed_time(end) / calls, 1e-3)
         timed = max(1, round(self.mode.length / ms))
-        # If the device waited for the host, `ms` is the host's time, and the host may need a lead
-        # of all of it. A call that itself waits for the device never gets ahead.
+        # If the device waited for the host, `ms` is the host's time, and the host may need that
+        # much lead. A call that itself waits for the device never runs ahead.
         late = timed * host if host > 0.8 * ms else 0.0
         cycles = int(min(late, 200.0) * 2e6)  # at most 2 GHz
         return Launches(timed, round(self.mode.settle / ms), cycles)
 
     def measure(self, function: Function, prepared: Launches) -> Reading:
-        """Take one measurement."""
+        """Take one measurement of `function` with the launches that `prepare` returned."""
         torch.cuda.synchronize(self.device)
         time.sleep(self.mode.rest)
         for _ in range(prepared.settling):
@@ -162,7 +166,7 @@ def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def gigahertz(before: Tensor, after: Tensor) -> float | None:
-    """Compute the clock between two stamps: the median over SMs, None if no value is plausible."""
+    """Return the median SM clock in GHz between two results of `gpu_clock.stamp`, or None."""
     first = {sm: (cycles, ns) for sm, cycles, ns in before.tolist()}
     rates = []
     for sm, cycles, ns in after.tolist():
@@ -180,14 +184,14 @@ def in_turn(
     seconds: float = float("inf"),
     least_rounds: int = 3,
 ) -> dict[str, Series]:
-    """Measure functions round-robin, in alternating order, after a round that does not count.
+    """Measure functions round-robin, in alternating order, after one warm-up round.
 
     Args:
-        functions: by name.
+        functions: functions to measure, by name.
         timer: takes the measurements.
         rounds: number of rounds; each measures every function once.
-        seconds: begin no further round after this time.
-        least_rounds: number of rounds that are measured whatever the time.
+        seconds: time after which no further round begins.
+        least_rounds: number of rounds that are measured regardless of `seconds`.
     """
     prepared = {name: timer.prepare(function) for name, function in functions.items()}
     found: dict[str, list[Reading]] = {name: [] for name in functions}
@@ -203,7 +207,7 @@ def in_turn(
 
 
 def number_from(least: int) -> Callable[[str], int]:
-    """Return a parser of an option that has to be at least so large."""
+    """Return an argparse `type` that accepts integers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -219,12 +223,12 @@ ATTEMPTS = number_from(1)
 
 @dataclass(frozen=True)
 class Steady:
-    """Hold the last attempt at a case.
+    """Hold the last attempt at measuring a case.
 
     Attributes:
-        series: by name.
-        attempts: how often the case was measured.
-        noisy: whether a spread is still above the limit.
+        series: measurements by function name.
+        attempts: number of attempts at the case.
+        noisy: whether a spread is still above `SPREAD`.
     """
 
     series: dict[str, Series]
@@ -241,15 +245,15 @@ def steady(
     seconds: float = float("inf"),
     attempts: int = 3,
 ) -> Steady:
-    """Measure functions in turns, again while a time or a ratio spreads over more than `SPREAD`.
+    """Measure functions round-robin; repeat while times or ratios spread over more than `SPREAD`.
 
     Args:
-        functions: by name.
+        functions: functions to measure, by name.
         timer: takes the measurements.
-        base: the name that ratios refer to; it may be missing.
-        rounds: as of `in_turn`.
-        seconds: as of `in_turn`, for each attempt.
-        attempts: at most so many.
+        base: name of the function that ratios refer to; it may be missing.
+        rounds: as in `in_turn`.
+        seconds: as in `in_turn`, for each attempt.
+        attempts: largest number of attempts.
     """
     series: dict[str, Series] = {}
     attempt, noisy = 0, True

@@ -1,6 +1,6 @@
-"""Define masks, score_mods and inputs of the GPU cases, the same for every contender.
+"""Define the masks, score_mods and inputs of the GPU cases, the same for every contender.
 
-A case of gpu_cases.toml names a mask and a score of this file; `problem` draws its tensors.
+A case in gpu_cases.toml names a mask and a score of this module; `problem` draws its tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ SOFTCAP = 20.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Lists the sizes of a case: query [batch, heads, length, head_dim]; key, value: kv_heads."""
+    """Hold the sizes of a case.
+
+    Query is [batch, heads, length, head_dim], key is [batch, kv_heads, length, head_dim], and value
+    is [batch, kv_heads, length, value_dim].
+    """
 
     batch: int
     heads: int
@@ -32,7 +36,7 @@ class Shape:
 
     @classmethod
     def of(cls, sizes: dict[str, int]) -> Shape:
-        """Read sizes from a case; kv_heads and value_dim default to heads and head_dim."""
+        """Return the sizes of a case; kv_heads and value_dim default to heads and head_dim."""
         defaults = {"kv_heads": sizes["heads"], "value_dim": sizes["head_dim"]}
         return cls(**(defaults | sizes))
 
@@ -55,20 +59,20 @@ def prefix(length: int, device: torch.device) -> Mod:
 
 
 def document_cuts(length: int, count: int = 16) -> Tensor:
-    """Draw where all documents but the first begin, in increasing order, int64 on the CPU."""
+    """Draw the start positions of all documents but the first, sorted, int64 on the CPU."""
     random = torch.Generator().manual_seed(0)
     return (1 + torch.randperm(length - 1, generator=random)[: count - 1]).sort().values
 
 
 def documents(length: int, device: torch.device) -> Mod:
-    """Return a causal mask within 16 documents, cut at random."""
+    """Return a causal mask within 16 documents with random boundaries."""
     ids = torch.searchsorted(document_cuts(length), torch.arange(length), right=True)
     ids = ids.to(device, torch.int32)
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
 
 
 def random_blocks(percent: int) -> Callable[[int, torch.device], Mod]:
-    """Return a mask of random 128 x 128 blocks, equal for all heads; rows may be fully masked."""
+    """Return a builder of masks that keep `percent` % of the 128 x 128 blocks, at random."""
 
     def make(length: int, device: torch.device) -> Mod:
         side = -(-length // BLOCK)
@@ -95,11 +99,11 @@ MASKS: dict[str, Callable[[int, torch.device], Mod]] = {
 
 @dataclass(frozen=True)
 class Score:
-    """Builds a score_mod and its captured tensors, which a reference can replace by float64 ones.
+    """Build a score_mod from captured tensors, so that a reference can pass them in float64.
 
     Attributes:
-        tables: builds the captured tensors for a shape: float32 on the CPU, the first axis is the
-            head.
+        tables: builds the captured tensors for a shape: float32 on the CPU, with the head as the
+            first axis.
         mod: builds the score_mod from captured tensors.
     """
 
@@ -142,15 +146,17 @@ SCORES: dict[str, Score] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Bundles a case with its tensors.
+    """Hold a case with its tensors.
 
     Attributes:
-        query, key, value, grad: [B, H, S, D] in the case's dtype; grad is the output's gradient.
-        mask: name in MASKS, "" to keep everything.
-        score: name in SCORES, "" to leave the scores as they are.
-        mask_mod: the mask_mod, None to keep everything.
+        shape: sizes of the case.
+        query, key, value, grad: [B, H, S, D] in the case's dtype; grad is the gradient of the
+            output.
+        mask: name in MASKS, or "" to keep everything.
+        score: name in SCORES, or "" to leave the scores unchanged.
+        mask_mod: the mask_mod, or None to keep everything.
         tables: captured tensors of the score_mod; they require grad if the case learns them.
-        density: share of the (query, key) pairs that the mask keeps.
+        density: fraction of the (query, key) pairs that the mask keeps.
     """
 
     shape: Shape
@@ -166,7 +172,7 @@ class Problem:
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Return the captured tensors that get a gradient."""
+        """Return the captured tensors that require grad."""
         return tuple(t for t in self.tables if t.requires_grad)
 
     @property
@@ -174,7 +180,7 @@ class Problem:
         return self.modified_by(self.tables)
 
     def modified_by(self, tables: tuple[Tensor, ...]) -> Mod | None:
-        """Build the score_mod with other captured tensors, None if the case has none."""
+        """Build the score_mod from the captured tensors `tables`; None if the case has none."""
         return SCORES[self.score].mod(*tables) if self.score else None
 
     def for_backward(self) -> Problem:
@@ -185,14 +191,14 @@ class Problem:
         return replace(self, query=query, key=key, value=value)
 
     def useful_flops(self, backward: bool) -> float:
-        """Count the operations for unmasked scores; the backward has 2.5 times the forward's."""
+        """Return the floating-point operations for unmasked scores; backward: 2.5 x forward."""
         s = self.shape
         pairs = s.batch * s.heads * s.length * s.length * self.density
         return (2.5 if backward else 1.0) * 2 * pairs * (s.head_dim + s.value_dim)
 
 
 def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: bool) -> Problem:
-    """Build a case with normally distributed inputs, the same for all contenders and runs."""
+    """Build a case with normally distributed inputs from a fixed seed."""
     random = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     own = shape.batch, shape.heads, shape.length
@@ -217,7 +223,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
 
 
 def kept_rows(mask_mod: Mod, rows: Tensor, length: int) -> Tensor:
-    """Return the dense mask of some rows, bool [rows, length]."""
+    """Return the dense mask of the query rows `rows`, bool [len(rows), length]."""
     none = torch.zeros((), dtype=torch.int32, device=rows.device)
     columns = torch.arange(length, dtype=torch.int32, device=rows.device)
     kept: Tensor = mask_mod(none, none, rows[:, None], columns[None])

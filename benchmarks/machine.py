@@ -16,7 +16,7 @@ import attnkit
 
 
 def cpu_model() -> str:
-    """Return the processor's name, or its type if the system does not know the name."""
+    """Return the processor's model name, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -26,7 +26,7 @@ def cpu_model() -> str:
 
 
 def describe() -> dict[str, object]:
-    """Return the fields of a row that do not depend on the case."""
+    """Return the fields that all rows of a run share: date, commit, CPU and versions."""
     return {
         "date": date.today().isoformat(),
         "commit": committed.described(),
@@ -41,7 +41,7 @@ def describe() -> dict[str, object]:
 
 
 def main() -> int:
-    """Print the stamp of a clean checkout, or the machine."""
+    """Print the machine, or with `--stamp` the stamp of a clean checkout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--stamp", action="store_true", help="print COMMIT:DIGEST for --commit of the benchmarks"

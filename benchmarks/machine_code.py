@@ -2,8 +2,9 @@
 
 `python benchmarks/machine_code.py --save before.jsonl` compiles the kernels of each variant of the
 library, forward and backward, and writes one row for each kernel. After the change, `--against
-before.jsonl` compiles them again and names each kernel whose instructions differ. Nothing is
-executed, and no GPU is needed. `--sample N` takes every N-th job: minutes instead of an hour.
+before.jsonl` compiles them again and prints each kernel whose instructions differ. Nothing is
+executed, and no GPU is needed. `--sample N` takes every N-th job, which takes minutes instead of an
+hour.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """Names a variant of the library in one direction.
+    """Describe one variant of the library in one direction.
 
     Attributes:
-        variant: its name in `emulate.library`; " + causal" follows for a mod with a causal mask.
-        arch: architecture of its kernels.
-        head_dims: of query and value.
+        variant: name in `emulate.library`, followed by " + causal" for a mod with a causal mask.
+        arch: architecture of the kernels.
+        head_dims: head dims of query and value.
         direction: "forward" or "backward".
-        deterministic: whether the backward computes its sums in a fixed order.
+        deterministic: whether the backward accumulates its sums in a fixed order.
     """
 
     variant: str
@@ -60,7 +61,7 @@ class Job:
 
 
 def sources(job: Job) -> list[compiled.Source]:
-    """Compile the kernels of a job; return the sources, in a forward only of its main kernel."""
+    """Return the sources of a job's kernels; for a forward only those of the main kernel."""
     backward = job.direction == "backward"
     variant, qkv = variant_and_zeros(job.variant, LENGTH, job.head_dims, torch.bfloat16, backward)
     with emulation.session(execute=False), compiled.requested_sources() as requested:
@@ -71,7 +72,7 @@ def sources(job: Job) -> list[compiled.Source]:
 
 
 def digest(code: bytes) -> str:
-    """Hash the instructions of the device code inside a host object."""
+    """Hash the GPU instructions in a host object file; return "" if it has no GPU code."""
     start = code.find(_CUDA_ELF, 1)
     while start >= 0 and code[start + 18 : start + 20] != b"\xbe\x00":  # EM_CUDA
         start = code.find(_CUDA_ELF, start + 1)
@@ -84,7 +85,7 @@ def digest(code: bytes) -> str:
 
 
 def run(job: Job) -> list[Row]:
-    """Compile a job; return a row for each kernel, or one row that says why there is none."""
+    """Compile a job; return a row per kernel, or one row with the error if there is none."""
     try:
         wanted = sources(job)
     except AttnkitError as error:
@@ -105,7 +106,7 @@ def run(job: Job) -> list[Row]:
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield the jobs that the options ask for."""
+    """Yield the jobs that the command-line options select."""
     for arch in options.arch:
         for dims in options.head_dim:
             for name, member in library(LENGTH).items():
@@ -121,7 +122,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
 
 
 def results(wanted: list[Job], workers: int) -> Iterator[Row]:
-    """Yield the rows of all jobs, in their order."""
+    """Yield the rows of all jobs, in the order of `wanted`, computed by `workers` processes."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
         for rows in pool.map(run, wanted):
@@ -129,12 +130,12 @@ def results(wanted: list[Job], workers: int) -> Iterator[Row]:
 
 
 def identity(row: Row) -> str:
-    """Return the fields that identify a kernel, without its code."""
+    """Return the fields of a row that identify the kernel, as JSON."""
     return json.dumps({k: v for k, v in row.items() if k not in OUTCOME})
 
 
 def main() -> int:
-    """Compile the kernels, and save or compare them; return 1 if one differs or is not known."""
+    """Compile the kernels, then save or compare them; return 1 if one differs or is new."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="default: both")

@@ -13,7 +13,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """Bundles a mask, its captured tensors, and batch and heads (1 if it does not read them)."""
+    """Hold a mask, its captured tensors, and its batch and heads (1 if it does not read b or h)."""
 
     mask_mod: MaskMod
     tensors: tuple[Tensor, ...] = ()
@@ -38,7 +38,7 @@ def sinks(length: int, device: torch.device) -> Case:
 
 
 def image(length: int, device: torch.device) -> Case:
-    """Keep the 13 x 13 neighbours of each token of an image.
+    """Return a mask that keeps the 13 x 13 neighbours of each token of an image.
 
     The image is square or twice as wide as high.
     """
@@ -52,7 +52,7 @@ def image(length: int, device: torch.device) -> Case:
 
 
 def diffusion(length: int, device: torch.device) -> Case:
-    """Return the training mask of block diffusion, for a noisy copy of a text and then the text."""
+    """Return the training mask of block diffusion: a noisy copy of a text, then the text."""
     text = length // 2
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def diffusion(length: int, device: torch.device) -> Case:
 
 
 def document_ids(length: int, mean: int, seed: int) -> Tensor:
-    """Draw document ids, int32 [length]: documents of 1 to 2 * mean - 1 positions."""
+    """Draw document ids, int32 [length]; documents have 1 to 2 * mean - 1 positions."""
     sizes = torch.randint(1, 2 * mean, (length,), generator=torch.Generator().manual_seed(seed))
     ids = torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
     return ids.to(torch.int32)
@@ -89,7 +89,7 @@ def windows_by_head(length: int, device: torch.device) -> Case:
 
 
 def selected(length: int, device: torch.device) -> Case:
-    """Keep a random eighth of the 64 x 64 blocks, causally."""
+    """Return a causal mask that keeps a random eighth of the 64 x 64 blocks."""
     rows = math.ceil(length / 64)
     random = torch.Generator().manual_seed(0)
     marks = (torch.rand(rows, rows, generator=random) < 1 / 8).to(device)

@@ -1,10 +1,11 @@
 """Time how long attnkit and FlexAttention take to build block masks: `python benchmarks/masks.py`.
 
-Builds each mask with attnkit, with torch's `create_block_mask`, and on CUDA also with its
-`_compile=True`. Compares the tiles, then times all in turns by the host's clock; the device is idle
-before and after. Before each call the captured tensors are edited in place, so that cached results
-about them are invalid, and attnkit's cache of masks is off. `again` is attnkit with that cache and
-without an edit: the cost of a step that uses the same mask as the step before.
+The script builds each mask with attnkit, with torch's `create_block_mask`, and on CUDA also with
+`_compile=True`. It compares the tiles, then times all builders round-robin with the host's clock;
+the device is idle before and after each call. Before each call the captured tensors are edited in
+place, which invalidates cached results that depend on them, and attnkit's cache of masks is
+disabled. The column `again` times attnkit with that cache and without the edit: the cost of a
+training step that uses the same mask as the step before.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from attnkit.util.tensor_cache import VersionedCache
 LENGTHS = (8192, 32768, 131072)
 BLOCK = 128
 ROWS = Path(__file__).parent / "results" / "masks.jsonl"
-# Peak memory of the eager `create_block_mask` for each position of the dense mask. Measured on an
-# H200: 640 MiB at 8192 and 10.2 GiB at 32768. The compiled one needs memory for block lists only.
+# Peak bytes of the eager `create_block_mask` per element of the dense mask. Measured on an H200:
+# 640 MiB at 8192 and 10.2 GiB at 32768. The compiled one needs memory for block lists only.
 EAGER_BYTES = 10.25
-FREE_SHARE = 0.7  # of the free memory may be used
+FREE_SHARE = 0.7  # fraction of the free memory that may be used
 
 Row = dict[str, Any]
 Build = Callable[[], Any]
@@ -57,7 +58,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
-    """Return functions that build the mask, by the name of the library and mode."""
+    """Return the functions that build the mask, keyed by library and mode."""
     sizes = (case.batch, case.heads, length, length)
 
     def ours() -> Any:
@@ -76,13 +77,13 @@ def builds(case: Case, length: int, device: torch.device) -> dict[str, Build]:
 
 
 def invalidate(case: Case) -> None:
-    """Edit the captured tensors in place, which invalidates everything cached about them."""
+    """Edit the captured tensors in place, so that cached results about them are invalid."""
     for t in case.tensors:
         t.copy_(t.clone())
 
 
 def timed_build(build: Build, case: Case, device: torch.device) -> Callable[[], Any]:
-    """Wrap a build for timing: invalidate caches before it, and wait for the device after it."""
+    """Wrap `build` for timing: invalidate caches before it and synchronize the device after it."""
 
     def run() -> Any:
         invalidate(case)
@@ -95,7 +96,7 @@ def timed_build(build: Build, case: Case, device: torch.device) -> Callable[[], 
 
 
 def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
-    """Return why a peer cannot be run, or an empty text."""
+    """Return the reason why peer `name` cannot run for lack of memory, or ""."""
     need = EAGER_BYTES * case.batch * case.heads * length**2
     room = FREE_SHARE * free_bytes(device)
     if name != "torch eager" or need <= room:
@@ -106,7 +107,11 @@ def refusal(name: str, case: Case, length: int, device: torch.device) -> str:
 def first_calls(
     case: Case, length: int, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Row], dict[str, str]]:
-    """Call each builder once; return those to time, fields of their rows, and reasons to skip."""
+    """Call each builder once.
+
+    Returns:
+        By builder name: the functions to time, fields of the row, and the reasons to skip others.
+    """
     runs, facts, skipped = {}, {}, {}
     cuda = device.type == "cuda"
     for name, build in builds(case, length, device).items():
@@ -135,7 +140,7 @@ def first_calls(
 
 
 def contents(mask: Any) -> Row:
-    """Count the tiles and stored bytes of attnkit's or torch's mask."""
+    """Return tile counts and stored bytes of a mask of attnkit or torch, as fields of a row."""
     if isinstance(mask, BlockRuns):
         _, partial, full = mask.counts()
         return {"partial": partial, "full": full, "stored_bytes": stored_bytes(mask)}
@@ -148,7 +153,7 @@ def contents(mask: Any) -> Row:
 
 
 def remembered(case: Case, length: int, device: torch.device) -> Times:
-    """Time attnkit when its cache has the mask; do not wait for the device."""
+    """Time attnkit when its cache holds the mask, without waiting for the device."""
     build = builds(case, length, device)["attnkit"]
     return in_turn({"again": build}, seconds=0, least_rounds=20)["again"]
 
@@ -184,7 +189,7 @@ def measure(
 def compared(
     ours: Times, times: dict[str, Times], facts: dict[str, Row], peer: str, skipped: str
 ) -> Row:
-    """Return the fields of a row that depend on the peer."""
+    """Return the fields of a row that compare `peer` with attnkit."""
     if skipped:
         return {"peer": peer, "skipped": skipped}
     theirs, mine = times[peer], facts["attnkit"]
@@ -196,7 +201,7 @@ def compared(
 
 
 def line(row: Row) -> str:
-    """Format a row of the table."""
+    """Format a row as one line of the printed table."""
     text = f"{row['case']:18}{row['length']:7}{row['ours_ms']:9.2f}{1000 * row['again_ms']:8.0f}"
     text += f"{row['ours_stored_bytes'] / 1024:9.0f}  {row['peer']:15}"
     if "skipped" in row:
@@ -209,7 +214,7 @@ def line(row: Row) -> str:
 
 
 def cell(rows: list[Row]) -> str:
-    """Format attnkit's time and each peer's time as a multiple of it, for one case and length."""
+    """Format attnkit's time and each peer's multiple of it, for one case and length."""
     # all peers of one measurement share our time; ratios of an older one are to another time
     newest = {row["peer"]: row for row in rows if row["ours_ms"] == rows[-1]["ours_ms"]}
     parts = [f"{newest[peer]['ratio']:.0f}x" for peer in newest if "ratio" in newest[peer]]
@@ -230,7 +235,7 @@ def markdown(rows: list[Row], device: str) -> str:
 
 
 def where(device: torch.device) -> Row:
-    """Describe machine and versions."""
+    """Return the fields that all rows of a run share: machine and versions."""
     if device.type == "cuda":
         from gpu_machine import describe_gpu
 
@@ -278,7 +283,7 @@ def main() -> int:
                     file.append(known | row)
     if ratios:
         print(f"median ratio {statistics.median(ratios):.1f}x, least {min(ratios):.1f}x")
-    # rows of a shared CPU may be left out; a GPU's are asked for again
+    # noisy rows of a shared CPU may be left out; those of a GPU must be measured again
     return 1 if wrong else NOISY if noisy and device.type == "cuda" else 0
 
 

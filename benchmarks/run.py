@@ -1,7 +1,8 @@
 """Measure attnkit against its peers: `python benchmarks/run.py` (`--help` for the choices).
 
-Checks each case of cases.toml against float64, in each direction and dtype, then times attnkit and
-its peers in turns. A peer's compile time does not count. If a peer refuses a case, the row says so.
+The script checks each case of cases.toml against float64, in each direction and dtype, then times
+attnkit and its peers round-robin. Compile times are not included. If a peer refuses a case, its row
+gives the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Row = dict[str, Any]
 
 
 def problem(case: Row, shape: dict[str, int], dtype: torch.dtype) -> Problem:
-    """Draw inputs that require grad, and build the variant."""
+    """Draw inputs that require grad, and build the mask and score_mod of a case."""
     torch.manual_seed(0)
     sizes = (shape["batch"], shape["heads"], shape["length"], shape["head_dim"])
     query, key, value, grad = (torch.randn(sizes).to(dtype) for _ in range(4))
@@ -40,7 +41,10 @@ def problem(case: Row, shape: dict[str, int], dtype: torch.dtype) -> Problem:
 
 
 def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Tensor]]:
-    """Return the function to time, forward or backward; its results are the tensors to check."""
+    """Return the function to time: the forward, or only the backward.
+
+    The function returns the tensors to check: the output, or dQ, dK and dV.
+    """
     if direction == "forward":
         return lambda: [attention()]
     out = attention()
@@ -51,7 +55,7 @@ def directed(p: Problem, attention: Run, direction: str) -> Callable[[], list[Te
 def prepare(
     p: Problem, peers: list[str], direction: str, truth: list[Tensor]
 ) -> tuple[dict[str, Callable[[], list[Tensor]]], dict[str, float], dict[str, str]]:
-    """Build and check attnkit and its peers.
+    """Build the functions of attnkit and its peers, and check their results against `truth`.
 
     Returns:
         By name: the functions to time, their errors, and why other peers are skipped.
@@ -94,7 +98,7 @@ def measure(case: Row, config: Row, seconds: float, attempts: int) -> Iterator[R
 def compared(
     times: dict[str, Times], errors: dict[str, float], skipped: dict[str, str], peer: str
 ) -> Row:
-    """Return the fields of a row that depend on the peer."""
+    """Return the fields of a row that compare `peer` with attnkit."""
     ours = times[OURS]
     row: Row = {"ours_ms": ours.median, "ours_min": ours.least, "error": errors[OURS]}
     row |= {"rounds": len(ours.rounds), "noisy": ours.noisy, "peer": peer}
@@ -107,7 +111,7 @@ def compared(
 
 
 def wanted(row: Row, targets: list[Row]) -> float | None:
-    """Return the ratio that a row has to reach, if there is one."""
+    """Return the ratio that a row has to reach, or None if there is no target for it."""
     for target in targets:
         same = all(target[k] == row[k] for k in ("direction", "dtype", "peer"))
         if same and row["case"] in target["cases"]:
@@ -116,7 +120,7 @@ def wanted(row: Row, targets: list[Row]) -> float | None:
 
 
 def line(row: Row, least: float | None) -> str:
-    """Format a row of the table."""
+    """Format a row as one line of the printed table; `least` is the ratio it has to reach."""
     text = f"{row['case']:18}{row['direction']:9}{row['dtype']:9}{row['ours_ms']:8.1f}"
     text += f"{row['error']:9.1e}  {row['peer']:15}"
     if "skipped" in row:

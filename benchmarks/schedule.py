@@ -1,16 +1,15 @@
 """Simulate schedules on 132 and 148 SMs: `python benchmarks/schedule.py [--json FILE]`.
 
-No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. Prints for each
-mask, length and direction:
+No GPU is needed: costs are those of `attnkit.schedule.scheduler`, in SM cycles. For each mask,
+length and direction the script prints:
 
-- the makespan (the cycles until the last work tile ends), relative to the lower bound
-  max(work / SMs, longest work tile), where the work is that of the unsplit rows, and relative to
-  grid order;
-- the share of visited tiles that are in L2, also for grid order and for longest first without
+- the makespan (the cycles until the last work tile ends), relative to the lower bound max(work /
+  SMs, longest work tile), where the work is that of the unsplit rows, and relative to grid order;
+- the fraction of visited tiles that hit L2, also for grid order and for longest-first order without
   sections;
 - for the backward, the cost of waiting in deterministic order.
 
-Length 2048 has no limit: if an SM has only one or two tiles, no schedule is near the bound.
+Length 2048 has no limit: if an SM has only one or two work tiles, no schedule is near the bound.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def window(length: int) -> MaskMod:
 
 
 def documents(length: int) -> MaskMod:
-    """Return a causal mask within 16 documents, cut at random."""
+    """Return a causal mask within 16 documents with random boundaries."""
     cuts = torch.randperm(length - 1, generator=torch.Generator().manual_seed(0))[:15] + 1
     ids = torch.searchsorted(cuts.sort().values, torch.arange(length), right=True)
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
@@ -69,7 +68,7 @@ def full(length: int) -> MaskMod:
 
 
 def skewed(length: int) -> BlockRuns:
-    """Draw random blocks by head; the density of a row is the 4th power of a uniform number."""
+    """Draw random blocks per head; the density of a row is a uniform number to the 4th power."""
     random, blocks = torch.Generator().manual_seed(0), length // BLOCK[0]
     density = torch.rand(1, HEADS, blocks, 1, generator=random) ** 4
     kept = torch.rand(1, HEADS, blocks, blocks, generator=random) < density
@@ -81,7 +80,7 @@ MASKS = {"full": full, "causal": causal, "window 1024": window, "16 documents": 
 
 
 def runs_of(mask: str, length: int) -> BlockRuns:
-    """Classify the tiles of a mask; return its runs."""
+    """Classify the tiles of a mask of `MASKS`, or of "skewed blocks"; return its block lists."""
     if mask == "skewed blocks":
         return skewed(length)
     traced = trace(MASKS[mask](length), "mask")
@@ -90,7 +89,7 @@ def runs_of(mask: str, length: int) -> BlockRuns:
 
 
 def timed(make: Callable[[], Schedule]) -> tuple[Schedule, float]:
-    """Build a schedule; return it with the median of five build times, in ms."""
+    """Build a schedule five times; return it and the median build time in milliseconds."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -100,7 +99,7 @@ def timed(make: Callable[[], Schedule]) -> tuple[Schedule, float]:
 
 
 def measure(mask: str, length: int, workers: int, backward: bool) -> dict[str, Any]:
-    """Simulate one case; return its row."""
+    """Simulate the schedule of one case and return its row."""
     runs, make = runs_of(mask, length), schedule_backward if backward else schedule_forward
     # bytes of a row: K and V in bfloat16, or Q and dO in bfloat16 and dQ in float32
     tile_bytes = BLOCK[0] * HEAD_DIM * (8 if backward else 4)
@@ -131,7 +130,7 @@ HEAD = (
 
 
 def line(row: dict[str, Any]) -> str:
-    """Format a row for reading."""
+    """Format a row as one line of the printed table."""
     turns = ""
     if row["backward"]:
         turns = (

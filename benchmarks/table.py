@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def cell(rows: list[Row], direction: str, peer: str | None) -> str:
-    """Format attnkit's time, or a peer's as a multiple of it, for each measured dtype."""
+    """Format attnkit's time, or the peer's time as a multiple of it, for each measured dtype."""
     parts = []
     for dtype in DTYPES:
         own = [r for r in rows if (r["direction"], r["dtype"]) == (direction, dtype)]
@@ -36,7 +36,7 @@ def cell(rows: list[Row], direction: str, peer: str | None) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Format the table, one line for each case; a cell has float32, bfloat16."""
+    """Format a Markdown table, one line for each case; each cell shows float32, then bfloat16."""
     titles = [title for title, _, _ in COLUMNS]
     lines = [f"| float32, bfloat16 | {' | '.join(titles)} |", "| --- |" + " --- |" * len(titles)]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -47,7 +47,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def saved() -> list[Row]:
-    """Read the rows that `run.py --save` wrote, oldest first."""
+    """Return the rows that `run.py --save` wrote, oldest first."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 

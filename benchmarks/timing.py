@@ -1,4 +1,4 @@
-"""Time several functions round-robin, so that a busy machine slows all of them alike."""
+"""Time several functions round-robin, so that a busy machine slows down all of them equally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOISY = 1.25
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return (p90 - p10) / median, percentiles interpolated; 0 for a single value."""
+    """Return (p90 - p10) / median with interpolated percentiles; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     tenths = statistics.quantiles(values, n=10, method="inclusive")
@@ -20,7 +20,7 @@ def spread(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Records the milliseconds of one function in each round."""
+    """Hold the times of one function in milliseconds, one per round."""
 
     rounds: tuple[float, ...]
 
@@ -34,24 +34,24 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Return the width of the middle 80 % of the rounds as a share of the median."""
+        """Return (p90 - p10) / median of the times."""
         return spread(self.rounds)
 
     def is_noisy(self, limit: float | None = None) -> bool:
-        """Return whether the spread is above a limit; `noisy` if there is none."""
+        """Return whether the spread is above `limit`; without a limit, return `noisy`."""
         return self.noisy if limit is None else self.spread > limit
 
     @property
     def noisy(self) -> bool:
-        """Return whether the median is far above the least time: the machine was busy."""
+        """Return whether the median exceeds `NOISY` times the least, as on a busy machine."""
         return self.median > NOISY * self.least
 
     def over(self, other: Times) -> float:
-        """Return this time as a multiple of the other: the median of the ratios in each round."""
+        """Return the median over rounds of this time divided by `other`'s time."""
         return statistics.median(self.ratios(other))
 
     def ratios(self, other: Times) -> tuple[float, ...]:
-        """Return this time as a multiple of the other's, round by round."""
+        """Return this time divided by `other`'s time for each round."""
         pairs = zip(self.rounds, other.rounds, strict=True)
         return tuple(mine / theirs for mine, theirs in pairs)
 
@@ -65,15 +65,15 @@ def in_turn(
     most_rounds: int = 50,
     limit: float | None = None,
 ) -> dict[str, Times]:
-    """Time functions round-robin: each round calls each once, in alternating order.
+    """Time functions round-robin: each round calls every function once, in alternating order.
 
     Args:
-        functions: by name; each is called once before the first round, untimed.
-        seconds: begin further rounds until all of them together took this time.
-        attempts: most measurements; measure again while a time is noisy.
+        functions: functions to time, by name; each is called once before the first round, untimed.
+        seconds: begin further rounds until the rounds took this time.
+        attempts: largest number of measurements; measure again while a time is noisy.
         least_rounds: least number of rounds.
         most_rounds: largest number of rounds.
-        limit: as of `Times.is_noisy`.
+        limit: as in `Times.is_noisy`.
     """
     for function in functions.values():
         function()

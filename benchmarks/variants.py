@@ -1,4 +1,4 @@
-"""Define masks and score_mods of the cases, the same for attnkit and FlexAttention."""
+"""Define the masks and score_mods of the cases, the same for attnkit and FlexAttention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def window_512(length: int) -> Mod:
 
 
 def documents_8(length: int) -> Mod:
-    """Return a causal mask within 8 documents, cut at random."""
+    """Return a causal mask within 8 documents with random boundaries."""
     random = torch.Generator().manual_seed(8)
     cuts = 1 + torch.randperm(length - 1, generator=random)[:7]
     ids = torch.zeros(length, dtype=torch.int32)

@@ -1,10 +1,11 @@
 """Train a small language model on packed documents, with its own mask and score_mod.
 
-Packs source files of Python's standard library into one sequence. The mask lets a byte attend to
-bytes before it in the same document, at most WINDOW back. The score_mod is ALiBi: scores fall with
-distance, by a slope that each head learns. Tiles that the mask drops are never computed.
+The example packs source files of Python's standard library into one sequence. The mask lets a byte
+attend to earlier bytes of the same document, at most WINDOW positions back. The score_mod is ALiBi:
+scores decrease with distance, with a slope that each head learns. Tiles that the mask drops are
+never computed.
 
-Exits with 1 if the model does not learn, or if attention is not exact.
+The exit status is 1 if the model does not learn or if attention is not exact.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # query, key, value
 
 
 def packed(ids: Tensor) -> attnkit.Mask:
-    """Build the mask that keeps earlier bytes of the same document within WINDOW.
+    """Build the mask that keeps earlier bytes of the same document within WINDOW positions.
 
     Args:
         ids: [S], the document of each byte.
@@ -41,7 +42,11 @@ def packed(ids: Tensor) -> attnkit.Mask:
 
 
 def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
-    """Build attention by attnkit; new ids and slopes need no new trace, as they are arguments."""
+    """Build attention with attnkit for the documents `ids`.
+
+    Training on new documents needs no new trace, because ids and slopes are passed to the kernels
+    as captured tensors.
+    """
     mask = packed(ids)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
@@ -54,7 +59,7 @@ def sparse_attention(ids: Tensor, backend: str = "auto") -> Attend:
 
 
 def dense_attention(ids: Tensor) -> Attend:
-    """Build attention by plain PyTorch, with a bias for every head and every pair of positions."""
+    """Build attention in plain PyTorch with a dense bias [HEADS, S, S] for the documents `ids`."""
     place = torch.arange(len(ids))
     distance = place[:, None] - place
     dropped = (distance < 0) | (distance > WINDOW) | (ids[:, None] != ids)
@@ -67,7 +72,7 @@ def dense_attention(ids: Tensor) -> Attend:
 
 
 class Block(nn.Module):
-    """Applies attention and a feed-forward layer to the residual stream [S, WIDTH]."""
+    """Transformer block: attention and a feed-forward layer on the residual stream [S, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +94,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Maps bytes [S] to logits [S, 256]."""
+    """Language model from bytes [S] to logits [S, 256]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,20 +110,20 @@ class Model(nn.Module):
 
 
 def loss_of(model: Model, tokens: Tensor, ids: Tensor, attend: Attend) -> Tensor:
-    """Compute the mean loss of the next byte, in nats; the last byte of a document is left out."""
+    """Compute the mean next-byte loss in nats, ignoring the last byte of each document."""
     targets = tokens[1:].masked_fill(ids[1:] != ids[:-1], -100)  # -100: cross_entropy skips it
     return F.cross_entropy(model(tokens, attend)[:-1], targets)
 
 
 def read_files() -> list[bytes]:
-    """Read the larger modules of Python's standard library."""
+    """Return the larger modules of Python's standard library, as bytes."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     return [text for text in files if len(text) > 2000] or sys.exit(f"no source in {folder}")
 
 
 def pack(files: list[bytes], length: int, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Pack random stretches of random files; return tokens and document ids, both [length]."""
+    """Pack random excerpts of random files; return tokens and document ids, both [length]."""
     text, ids = b"", []
     while len(text) < length:
         source = draw.choice(files)
@@ -130,7 +135,7 @@ def pack(files: list[bytes], length: int, draw: random.Random) -> tuple[Tensor, 
 
 
 def train(model: Model, files: list[bytes], steps: int, length: int) -> list[float]:
-    """Train on new documents at every step; return the loss of each step."""
+    """Train on newly packed documents at every step; return the loss of each step."""
     draw, losses = random.Random(0), []
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps + 1, pct_start=0.1)

@@ -1,4 +1,4 @@
-"""Measure errors and times, and draw a mask, for the examples."""
+"""Measure errors and times, and draw a mask, for the examples in this folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def errors(
 ) -> dict[str, float]:
     """Return the largest differences of output and gradients from those of a float64 oracle.
 
-    Each is a share of the oracle's largest entry. Inputs are query, key, value and slopes.
+    Each difference is relative to the oracle's largest entry. `inputs` are query, key, value and
+    slopes.
     """
 
     def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -35,7 +36,7 @@ def errors(
 
 
 def milliseconds(loss: Callable[[], Tensor], repeats: int = 5) -> float:
-    """Measure the median time of a forward and backward pass, in milliseconds."""
+    """Return the median time of `loss` and its backward, in milliseconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -47,7 +48,7 @@ def milliseconds(loss: Callable[[], Tensor], repeats: int = 5) -> float:
 def picture(
     path: Path, losses: Sequence[float], bound: float, mask: attnkit.Mask, size: int
 ) -> None:
-    """Draw the losses and the mask: unmasked scores are dark, tiles that are computed are light."""
+    """Plot the losses, and the mask with kept scores dark and computed tiles light."""
     from matplotlib.figure import Figure
 
     tiles = attnkit.create_block_mask(mask, None, None, size, size)

@@ -1,6 +1,7 @@
-"""Make runs repeatable.
+"""Configure pytest so that test runs are repeatable.
 
-Sets hypothesis profiles, seeds and one thread, and the rules for GPUs and the DSL's libraries.
+This file sets the hypothesis profiles, fixed seeds and one torch thread, and the rules for tests
+that need a GPU or the libraries of the CuTe DSL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 
 
 class _TorchRandom:
-    """Presents torch's generator to hypothesis: each example starts from the same state."""
+    """Expose torch's generator to hypothesis, so that each example starts from the same state."""
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
@@ -52,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts background jobs with SIGINT ignored, and what tests start would inherit that.
+    # A shell starts background jobs with SIGINT ignored, which subprocesses of tests would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = config.getoption("--dsl-libraries")
@@ -69,9 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu.
+    """Mark all tests under tests/gpu with the marker `gpu`.
 
-    Without a CUDA device skip it, or fail if `-m gpu` asks for it.
+    Without a CUDA device they are skipped, or the run fails if `-m gpu` requests them.
     """
     gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
     for item in gpu_items:

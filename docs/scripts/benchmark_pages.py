@@ -1,4 +1,4 @@
-"""The tables and plots of docs/benchmarks.md, and README's plot, out of the committed rows."""
+"""Write the tables and plots of docs/benchmarks.md and README's plot from the committed rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ README_CASES = (
 
 
 def attention(direction: str) -> str:
-    """Every case on the GPU: all contenders of its newest run."""
+    """Return the Markdown table of all GPU cases in one direction, from the newest run of each."""
     return gpu_table.markdown(load("gpu"), direction, "sustained")
 
 
 def runs() -> str:
-    """The runs behind the two tables of attention, with attnkit's clocks, and all spreads."""
+    """Return the table of the runs behind the attention tables, with clocks and spreads."""
     lines = [
         "| run | commit | direction | lines | rounds | SM clock, GHz | peers | largest spread |",
         "| --- |" + " --- |" * 7,
@@ -57,7 +57,11 @@ def runs() -> str:
 
 
 def largest_spread(rows: list[Row]) -> str:
-    """Of times and ratios, (p90 - p10) / median; the whole range where rows hold no more."""
+    """Format the largest spread of the rows' times and ratios.
+
+    The spread is (p90 - p10) / median. Old rows have no such field; for them the result is the
+    whole range of times over the median.
+    """
     if all("spread" in row for row in rows):
         return f"{100 * max(max(row['spread'], row.get('ratio_spread', 0)) for row in rows):.0f} %"
     whole = max((row["ms_most"] - row["ms_least"]) / row["ms"] for row in rows)
@@ -65,7 +69,7 @@ def largest_spread(rows: list[Row]) -> str:
 
 
 def tiles() -> str:
-    """Finding the tiles of a mask on the GPU, beside PyTorch's create_block_mask."""
+    """Return the table of GPU times to find a mask's tiles: attnkit and `create_block_mask`."""
     lines = [
         "| mask, S, batch | attnkit, ms | create_block_mask, ms | ratio | attnkit, MB | "
         "create_block_mask, MB |",
@@ -81,7 +85,7 @@ def tiles() -> str:
 
 
 def lengths() -> str:
-    """Finding tiles on one CPU thread, by length."""
+    """Return the table of times to find the tiles of a mask on one CPU thread, by length."""
     lines = ["| mask | S | ms | computed tiles | all tiles | MB stored |", "| --- |" + " --- |" * 5]
     for row in load("classify"):
         computed = row["partial"] + row["full"]
@@ -93,14 +97,14 @@ def lengths() -> str:
 
 
 def gpt2_rows() -> dict[str, Row]:
-    """The newest run of the training step, by contender."""
+    """Return the rows of the newest run of the GPT-2 training step, by contender."""
     rows = load("gpt2")
     newest = max(row["run"] for row in rows)
     return {row["contender"]: row for row in rows if row["run"] == newest}
 
 
 def gpt2() -> str:
-    """A training step with each attention."""
+    """Return the table of GPT-2 step times and peak memory, one line for each attention."""
     lines = ["| attention | ms a step | peak memory, GiB |", "| --- | --- | --- |"]
     for name, row in gpt2_rows().items():
         lines.append(f"| {name} | {row['ms']:.1f} | {row['peak_bytes'] / 2**30:.2f} |")
@@ -108,7 +112,7 @@ def gpt2() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table of the page, by its name."""
+    """Return all tables of the page as Markdown, by name."""
     return {
         "runs": runs(),
         "forward": attention("forward"),
@@ -121,7 +125,7 @@ def tables() -> dict[str, str]:
 
 
 def files() -> dict[Path, str]:
-    """The page with its tables filled in."""
+    """Return {path: text} of the page, with its tables filled in."""
     made = tables()
     return {PAGE: TABLE.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}", PAGE.read_text())}
 
@@ -133,7 +137,7 @@ Bars = dict[str, dict[str, float]]  # case -> contender -> TFLOP/s
 
 
 def bars(direction: str) -> Bars:
-    """What a plot of attention shows."""
+    """Return the TFLOP/s to plot for one direction, by case and contender."""
     cases = gpu_table.newest(load("gpu"), direction, "sustained")
     return {
         case: {name: rows[name]["tflops"] for name in COLOURS if "tflops" in rows.get(name, {})}
@@ -142,7 +146,7 @@ def bars(direction: str) -> Bars:
 
 
 def draw() -> None:
-    """Write all plots."""
+    """Draw all plots and write them to docs/images."""
     for direction in gpu_table.DIRECTIONS:
         shown = bars(direction)
         figure = new_figure(8, 0.9 + 0.155 * sum(len(own) + 0.8 for own in shown.values()))
@@ -154,7 +158,7 @@ def draw() -> None:
 
 
 def draw_speed(path: Path) -> None:
-    """README's plot: a few cases, both directions."""
+    """Draw README's plot: the cases of `README_CASES` in both directions."""
     both = [bars(direction) for direction in gpu_table.DIRECTIONS]
     both = [{case: shown[case] for case in README_CASES} for shown in both]
     figure = new_figure(9, 4)
@@ -168,7 +172,7 @@ def draw_speed(path: Path) -> None:
 
 
 def draw_bars(axes: Any, shown: Bars) -> None:
-    """A bar for each contender, case by case."""
+    """Draw one horizontal bar for each contender, grouped by case."""
     middles, y = [], 0.0
     for own in shown.values():
         for i, (name, value) in enumerate(own.items()):
@@ -183,7 +187,7 @@ def draw_bars(axes: Any, shown: Bars) -> None:
 
 
 def legend(figure: Any, plots: list[Bars]) -> None:
-    """The contenders that any of the plots shows."""
+    """Add a legend of the contenders that appear in any of `plots`."""
     from matplotlib.patches import Patch
 
     names = [n for n in COLOURS if any(n in own for shown in plots for own in shown.values())]
@@ -194,7 +198,7 @@ def legend(figure: Any, plots: list[Bars]) -> None:
 
 
 def draw_tiles(path: Path) -> None:
-    """Left: beside create_block_mask on the GPU. Right: growth with the length, one CPU thread."""
+    """Draw the times to find tiles: against `create_block_mask` (left), by length (right)."""
     figure = new_figure(8, 3.2)
     left, right = figure.subplots(1, 2)
     rows = newest_tiles()
@@ -220,7 +224,7 @@ def draw_tiles(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure whose text stays text."""
+    """Return a figure whose SVG keeps text as text, not as paths."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -236,7 +240,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """The same file for the same rows."""
+    """Write the figure as SVG without dates, so that equal rows give equal files."""
     figure.savefig(path, metadata={"Date": None, "Creator": None})
     lines = [line.rstrip() for line in path.read_text().splitlines()]
     path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,7 @@
-"""Docstrings as the reference shows them, for mkdocstrings: doctests as code, arguments one by one."""
+"""Prepare docstrings for mkdocstrings.
+
+Doctests become code blocks, and arguments that share an entry get one entry each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ JOINED = re.compile(r"(?m)^    (\w+(?:, \w+)+): (.*(?:\n {5,}.*)*)")
 
 
 def fenced(text: str) -> str:
-    """A docstring with a fence around each doctest: the prompt and the lines below it."""
+    """Return the docstring with a code fence around each doctest and its output."""
 
     def fence(match: re.Match[str]) -> str:
         indent = match[1]
@@ -24,7 +27,7 @@ def fenced(text: str) -> str:
 
 
 def separated(text: str) -> str:
-    """A docstring whose `query, key: ...` is an entry for each, so that each gets its type and default."""
+    """Return the docstring with entries such as `query, key: ...` split, one per argument."""
 
     def entries(match: re.Match[str]) -> str:
         return "\n".join(f"    {name}: {match[2]}" for name in match[1].split(", "))
@@ -33,7 +36,7 @@ def separated(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Prepares the docstring of every object before it is parsed."""
+    """Griffe extension that prepares the docstring of every object before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

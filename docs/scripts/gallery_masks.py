@@ -1,4 +1,4 @@
-"""Every mask of the library for docs/gallery: `masks.md` and one picture of all, `masks.svg`."""
+"""Write the gallery of masks: the page `masks.md` and one picture of all masks, `masks.svg`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ entry. Some masks are made for certain lengths: they refuse other lengths wherev
 
 
 class Shown(NamedTuple):
-    """A small instance: the call as it is written, the mask, and the sizes that it is drawn at."""
+    """Hold a small instance of a mask.
+
+    Attributes:
+        call: source of the call that builds the mask.
+        mask: the mask.
+        q_len, kv_len: sizes at which the mask is drawn.
+    """
 
     call: str
     mask: Mask
@@ -77,7 +83,7 @@ INSTANCES: tuple[tuple[str, int, int], ...] = (
     ("paged(causal(), tensor([[2, 0]]), page_size=4, pages=4)", 8, 16),
 )
 
-# The mask -> the GPU case that is this mask, and how the library writes it.
+# mask name -> the GPU cases with this mask, each with the library call that builds it
 ATTENTION = {
     "causal": [Case("causal", "`causal()`"), Case("causal S=16384", "`causal()`")],
     "sliding_window": [Case("causal window 1024", "`sliding_window(1023)`")],
@@ -95,7 +101,7 @@ TILES = {
 
 
 def instances() -> dict[str, list[Shown]]:
-    """At least one small instance of every mask, by the mask's name."""
+    """Return the small instances of each mask, by the mask's name."""
     shown: dict[str, list[Shown]] = {}
     scope = vars(masks) | {"tensor": torch.tensor}
     for call, q_len, kv_len in INSTANCES:
@@ -105,12 +111,12 @@ def instances() -> dict[str, list[Shown]]:
 
 
 def dense(shown: Shown) -> Tensor:
-    """What an instance keeps, bool [q, kv]."""
+    """Return the dense mask of an instance, bool [q, kv]."""
     return create_mask(shown.mask, 1, 1, shown.q_len, shown.kv_len)[0, 0]
 
 
 def section(name: str, several: list[Shown]) -> str:
-    """One mask: the first words of its docstring, its source, its times, then its instances."""
+    """Return the Markdown section of one mask: summary, source, times and instances."""
     words = inspect.getdoc(getattr(masks, name)) or ""
     summary = words.partition("\n\n")[0].replace("\n", " ")
     source = [part for part in words.split("\n\n") if part.startswith("Source:")]
@@ -120,14 +126,14 @@ def section(name: str, several: list[Shown]) -> str:
 
 
 def instance(shown: Shown) -> str:
-    """The call, its formula, its intervals and its picture."""
+    """Return the Markdown of one instance: call, formula, intervals and picture."""
     formula = textwrap.wrap(str(Variant(None, shown.mask)), 98, subsequent_indent="    ")
     text = [*formula, *intervals(shown), "", *picture(dense(shown))]
     return "\n".join(["```py", shown.call, "```", "", "```text", *text, "```"])
 
 
 def intervals(shown: Shown) -> list[str]:
-    """The ends of each row's intervals, where formulas give them."""
+    """Return lines with the interval bounds of each row; "none" if `explain` gives no formulas."""
     lines = attnkit.explain(
         None, shown.mask, q_len=shown.q_len, kv_len=shown.kv_len, heads=1, batch=1
     ).intervals.splitlines()
@@ -139,7 +145,7 @@ def intervals(shown: Shown) -> list[str]:
 
 
 def picture(kept: Tensor) -> list[str]:
-    """Rows as text, two characters a position."""
+    """Draw a dense mask as lines of text, with two characters per position."""
     q_len, kv_len = kept.shape
     margin = len(str(q_len - 1))
     last = f"{kv_len - 1} kv"
@@ -151,7 +157,7 @@ def picture(kept: Tensor) -> list[str]:
 
 
 def markdown() -> str:
-    """The page."""
+    """Return the text of `masks.md`."""
     sections = [section(name, several) for name, several in instances().items()]
     return "\n\n".join([HEAD.rstrip("\n"), *sections]) + "\n"
 
@@ -163,13 +169,13 @@ COLOURS = {"kept": "#27548a", "empty": "#f3f3f3", "text": "#444444"}
 
 
 def stretches(row: Tensor) -> list[tuple[int, int]]:
-    """Start and length of each stretch of kept keys."""
+    """Return (start, length) of each run of kept keys in a row."""
     edges = torch.nn.functional.pad(row.int(), (1, 1)).diff().nonzero().flatten().tolist()
     return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def panel(name: str, shown: Shown, x: int, y: int) -> list[str]:
-    """One mask of the picture, its corner at (x, y)."""
+    """Return the SVG elements of one mask, with its upper left corner at (x, y)."""
     bars = "".join(
         f"M{x + start * CELL} {y + i * CELL}h{length * CELL}v{CELL}h-{length * CELL}z"
         for i, row in enumerate(dense(shown))
@@ -184,7 +190,7 @@ def panel(name: str, shown: Shown, x: int, y: int) -> list[str]:
 
 
 def gallery() -> str:
-    """One picture of the first instance of every mask, SVG."""
+    """Return `masks.svg`: the first instance of every mask."""
     shown = {name: several[0] for name, several in instances().items()}
     size = 16 * CELL
     lines = []
@@ -205,5 +211,5 @@ def gallery() -> str:
 
 
 def files() -> dict[Path, str]:
-    """What this module writes."""
+    """Return {path: text} of the files that this module writes."""
     return {GALLERY / "masks.md": markdown(), GALLERY / "masks.svg": gallery()}

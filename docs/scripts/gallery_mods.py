@@ -1,4 +1,4 @@
-"""Every score mod of the library for docs/gallery: `mods.md` and a picture of each in `mods/`."""
+"""Write the gallery of score mods: the page `mods.md` and a picture of each mod in `mods/`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,18 @@ a row says so. The program `docs/scripts/write.py` writes this page, and a test 
 
 
 class Shown(NamedTuple):
-    """An instance: the code that makes `mod`, and the mod."""
+    """Hold an instance of a mod.
+
+    Attributes:
+        code: source that builds `mod`.
+        mod: the mod.
+    """
 
     code: str
     mod: mods.ScoreMod
 
 
-# Setup lines, then the call.
+# source of each instance: lines that define tables, then the call
 INSTANCES: tuple[str, ...] = (
     "alibi(4)",
     "table = torch.randn(4, 17)  # learned; distances beyond 8 share an entry\nrelative_bias(table)",
@@ -63,7 +68,7 @@ INSTANCES: tuple[str, ...] = (
     "compose(softcap(2.0), alibi(4))",
 )
 
-# The mod -> the GPU cases that are this mod, and how the library writes them.
+# mod name -> the GPU cases with this mod, each with the library call that builds it
 ATTENTION = {
     "alibi": [
         Case("causal + ALiBi", "`alibi(16)` with `causal()`"),
@@ -81,7 +86,7 @@ ATTENTION = {
 
 
 def instances() -> dict[str, Shown]:
-    """An instance of every mod, by name; random tables are drawn from one seed."""
+    """Return an instance of each mod, by name; random tables are drawn from a fixed seed."""
     shown = {}
     for code in INSTANCES:
         *setup, call = code.splitlines()
@@ -96,7 +101,7 @@ def instances() -> dict[str, Shown]:
 
 
 def section(name: str, shown: Shown) -> str:
-    """One mod: its docstring's words, its source, its times, code, formulas and picture."""
+    """Return the Markdown section of one mod: summary, source, times, code, formulas, picture."""
     words = (inspect.getdoc(getattr(mods, name)) or "").split("\n\n")
     source = [" ".join(part.split()) for part in words if part.startswith("Source:")]
     explained = attnkit.explain(shown.mod, None, q_len=LENGTH, heads=HEADS)
@@ -111,7 +116,7 @@ def section(name: str, shown: Shown) -> str:
 
 
 def markdown() -> str:
-    """The page."""
+    """Return the text of `mods.md`."""
     return "\n\n".join([HEAD.rstrip("\n"), *(section(*one) for one in instances().items())]) + "\n"
 
 
@@ -124,7 +129,7 @@ CURVES = ("#27548a", "#c8641b", "#4b7a2f", "#7a4b8f")
 
 
 def change(mod: mods.ScoreMod) -> Tensor:
-    """What the mod does to a score of 1, [HEADS, q, kv] in float64."""
+    """Return the change that the mod makes to a score of 1, float64 [HEADS, q, kv]."""
     h, q, kv = (
         torch.arange(n, dtype=torch.int32).view(shape)
         for n, shape in ((HEADS, (-1, 1, 1)), (LENGTH, (-1, 1)), (LENGTH, (-1,)))
@@ -134,13 +139,13 @@ def change(mod: mods.ScoreMod) -> Tensor:
 
 
 def by_position(mod: mods.ScoreMod) -> bool:
-    """Whether the new score depends on the positions."""
+    """Return whether the new score depends on the query and key positions."""
     values = change(mod)
     return bool((values != values[:, :1, :1]).any())
 
 
 def colour(share: float) -> str:
-    """From -1 to 1, in steps."""
+    """Return the hex colour of a value from -1 to 1, in `STEPS` steps on each side of 0."""
     step = round(round(share, 6) * STEPS) / STEPS
     end = HIGH if step > 0 else LOW
     return "#" + "".join(
@@ -149,7 +154,7 @@ def colour(share: float) -> str:
 
 
 def heat(values: Tensor, x: int) -> list[str]:
-    """One head: a path for each colour, made of stretches of one row."""
+    """Return the SVG paths of one head's heat map, one path for each colour."""
     most = float(values.abs().max()) or 1.0
     cell, paths = SIDE // LENGTH, dict[str, str]()
     for i, row in enumerate((values / most).tolist()):
@@ -164,7 +169,7 @@ def heat(values: Tensor, x: int) -> list[str]:
 
 
 def heat_maps(mod: mods.ScoreMod) -> str:
-    """A panel for each head, each on its own scale; one panel where heads do not differ."""
+    """Return an SVG heat map per head, each with its own scale; only one if all heads are equal."""
     values = change(mod)
     heads = 1 if bool((values == values[:1]).all()) else HEADS
     parts = []
@@ -178,7 +183,7 @@ def heat_maps(mod: mods.ScoreMod) -> str:
 
 
 def curves(mod: mods.ScoreMod) -> str:
-    """The new score over the old one, a curve for each head; new scores below -4 are cut."""
+    """Return an SVG plot of new score over old score, one curve per head, cut at -4 and 4."""
     old = torch.linspace(-4, 4, 81, dtype=torch.float64)
     h = torch.arange(HEADS, dtype=torch.int32).view(-1, 1)
     zero = torch.tensor(0)
@@ -198,7 +203,7 @@ def curves(mod: mods.ScoreMod) -> str:
 
 
 def svg(width: float, parts: list[str]) -> str:
-    """A whole picture."""
+    """Return an SVG document of the given width that contains the elements `parts`."""
     height = TOP + SIDE + GAP
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" '
@@ -209,7 +214,7 @@ def svg(width: float, parts: list[str]) -> str:
 
 
 def files() -> dict[Path, str]:
-    """What this module writes."""
+    """Return {path: text} of the files that this module writes."""
     pictures = {
         GALLERY / "mods" / f"{name}.svg": (
             heat_maps(shown.mod) if by_position(shown.mod) else curves(shown.mod)

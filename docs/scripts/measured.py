@@ -1,4 +1,4 @@
-"""What the committed rows of benchmarks/results say about masks and mods, as Markdown."""
+"""Format the committed rows of benchmarks/results about a mask or mod as Markdown."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ NO_ROW = "Measured time: no row."
 
 
 class Case(NamedTuple):
-    """A measured case: its name in the rows, and the library's call for the same, in Markdown."""
+    """Hold a measured case.
+
+    Attributes:
+        name: name of the case in the rows.
+        call: the library call that builds the same mask or mod, in Markdown.
+    """
 
     name: str
     call: str
 
 
 def load(name: str) -> list[Row]:
-    """The rows of one file, oldest first."""
+    """Return the rows of results/`name`.jsonl, oldest first."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def attention_lines(cases: Sequence[Case]) -> list[str]:
-    """One line for each case and direction that has a row of ours on the GPU."""
+    """Return one Markdown line per case and direction for which attnkit has a row on the GPU."""
     rows, lines = load("gpu"), []
     for case in cases:
         for direction in gpu_table.DIRECTIONS:
@@ -47,7 +52,7 @@ def attention_lines(cases: Sequence[Case]) -> list[str]:
 
 
 def tile_lines(cases: Sequence[Case]) -> list[str]:
-    """One line for each case whose tiles were timed."""
+    """Return one Markdown line per timed classification of the cases' tiles."""
     lines = []
     for case in cases:
         for row in newest_tiles().values():
@@ -67,14 +72,14 @@ def tile_lines(cases: Sequence[Case]) -> list[str]:
 
 
 def newest_tiles() -> dict[tuple[str, int, int], Row]:
-    """The newest row of tiles on the GPU that is not noisy, by case, length and batch."""
+    """Return the newest GPU row of tile times that is not noisy, by (case, length, batch)."""
     rows = [row for row in load("masks") if row["device"] == "cuda" and not row["noisy"]]
     peers = [row for row in rows if "peer_ms" in row]
     return {(row["case"], row["length"], row["batch"]): row for row in peers}
 
 
 def sizes(shape: Row) -> str:
-    """B=2 H=16 S=8192 D=128, with what differs from it."""
+    """Format the sizes of a case, such as "B=2 H=16 S=8192 D=128"."""
     text = f"B={shape['batch']} H={shape['heads']} S={shape['length']} D={shape['head_dim']}"
     if shape["kv_heads"] != shape["heads"]:
         text += f", {shape['kv_heads']} kv heads"
@@ -82,6 +87,6 @@ def sizes(shape: Row) -> str:
 
 
 def measured(attention: Sequence[Case], tiles: Sequence[Case] = ()) -> str:
-    """The measured lines of a gallery entry, or that there are none."""
+    """Return the measured lines of a gallery entry, or `NO_ROW` if there are none."""
     lines = attention_lines(attention) + tile_lines(tiles)
     return "\n".join(["Measured:", "", *lines]) if lines else NO_ROW

@@ -1,9 +1,10 @@
-"""Code of the pages that runs, and what it prints.
+"""Run the code in the documentation pages and compare or replace its printed output.
 
-On every page but the laboratory notes, blocks marked `python` run, in order, in one namespace a
-page; blocks marked `py` are to read. A block marked `text` right below a `python` block is what
-that block prints; right below an `sh` block, what its `attnkit` commands print. In it, `...` stands
-for anything within a line, and a line `...` for any lines.
+This applies to every page except the laboratory notes. Blocks marked `python` run in order, in one
+namespace per page; blocks marked `py` do not run. A block marked `text` directly below a `python`
+block is the expected output of that block; directly below an `sh` block, it is the expected output
+of its `attnkit` commands. In expected output, `...` matches anything within a line, and a line
+`...` matches any lines.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ BLOCK = re.compile(
 
 
 class Terminal(io.StringIO):
-    """Collects what is printed, as a terminal that shows any character."""
+    """Text stream that collects output and reports UTF-8 as its encoding, like a terminal."""
 
     encoding = "utf-8"
 
 
 def pages() -> list[Path]:
-    """Pages with code that runs."""
+    """Return the pages that have code to run."""
     found = [path for path in sorted(DOCS.rglob("*.md")) if "notes" not in path.parts]
     return [path for path in found if BLOCK.search(path.read_text())]
 
 
 def printed(page: str, name: str) -> list[tuple[re.Match[str], str]]:
-    """Each block of a page, and what it prints when all run one after another."""
+    """Run the blocks of a page in order; return each block's match and its output."""
     names: dict[str, object] = {"__name__": "__main__"}
     linecache.cache[name] = (len(page), None, page.splitlines(keepends=True), name)  # for errors
     results = []
@@ -59,7 +60,7 @@ def printed(page: str, name: str) -> list[tuple[re.Match[str], str]]:
 
 
 def run_commands(text: str) -> None:
-    """Run commands of `attnkit`, a line each."""
+    """Run `attnkit` commands, one per line; raise ValueError if one fails."""
     for line in text.splitlines():
         program, *arguments = shlex.split(line, comments=True)
         if program != "attnkit" or main(arguments) != 0:
@@ -67,7 +68,7 @@ def run_commands(text: str) -> None:
 
 
 def agrees(text: str, out: str) -> bool:
-    """Whether an output is the text, which may have `...` for what changes."""
+    """Return whether the output `out` matches the expected `text`, in which `...` is a wildcard."""
     lines = [re.escape(line.rstrip()) for line in text.rstrip().splitlines()]
     lines = [r".*" if line == r"\.\.\." else line.replace(r"\.\.\.", r"[^\n]*") for line in lines]
     tidy = "\n".join(line.rstrip() for line in out.rstrip().splitlines())
@@ -75,7 +76,7 @@ def agrees(text: str, out: str) -> bool:
 
 
 def rewrite() -> None:
-    """Replace every output that does not agree by what is printed now."""
+    """Replace each expected output that does not match by the actual output."""
     for path in pages():
         page, parts, end = path.read_text(), [], 0
         for match, out in printed(page, path.name):

@@ -1,4 +1,4 @@
-"""The map of rooms in docs/architecture.md, from the contract that `make lint` enforces."""
+"""Write the list of rooms in docs/architecture.md from the contract that `make lint` enforces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOMS = re.compile(r"(<!-- rooms -->\n).*?(<!-- end of rooms -->)", re.DOTALL)
 
 
 def layers() -> list[list[str]]:
-    """The rooms from top to bottom, those of one layer together."""
+    """Return the layers of the contract from top to bottom, each as a list of rooms."""
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     contract = next(c for c in lint["contracts"] if c["id"] == "rooms")
     found = [re.findall(r"\w+", layer) for layer in contract["layers"]]
@@ -21,7 +21,7 @@ def layers() -> list[list[str]]:
 
 
 def purpose(room: str) -> str:
-    """The first sentence of a room's docstring."""
+    """Return the first paragraph of a room's docstring, which says what the room is for."""
     folder = ROOT / "attnkit" / room
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     words = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -29,7 +29,7 @@ def purpose(room: str) -> str:
 
 
 def listing() -> str:
-    """A numbered line a layer, a sentence a room."""
+    """Return a numbered Markdown list with one item per layer and one sentence per room."""
     lines = []
     for layer in layers():
         lines.append("1. " + "<br>".join(f"`{room}`: {purpose(room)}" for room in layer))
@@ -37,5 +37,5 @@ def listing() -> str:
 
 
 def files() -> dict[Path, str]:
-    """The page with its list filled in."""
+    """Return {path: text} of the page, with its list filled in."""
     return {PAGE: ROOMS.sub(lambda m: f"{m[1]}\n{listing()}\n\n{m[2]}", PAGE.read_text())}

@@ -1,4 +1,4 @@
-"""What mkdocs does beside Markdown: help texts of the command line, and rows as files of the site."""
+"""Define mkdocs hooks that insert command-line help and publish the measured rows as files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ COMMAND = re.compile(r"<!-- help: ?([a-z]*) -->")
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the measured rows, so that pages can link to them."""
+    """Add the files of measured rows to the site, so that pages can link to them."""
     for path in sorted(ROWS.glob("*.jsonl")):
         files.append(File.generated(config, f"rows/{path.name}", abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Put help texts in their places, and point links to rows at the site's copies."""
+    """Insert help texts at `<!-- help -->` comments; point links to rows at the site's files."""
     up = "../" * page.file.src_uri.count("/")
     markdown = markdown.replace(f"]({up}../benchmarks/results/", f"]({up}rows/")
     return COMMAND.sub(lambda found: help_of(found[1]), markdown)
 
 
 def help_of(command: str) -> str:
-    """The help text of a command of `attnkit`, or of all if it is empty, as a code block."""
+    """Return the help of an `attnkit` command as a code block; of `attnkit` itself if ""."""
     from attnkit.cli import parser
 
     whole = parser()
@@ -41,7 +41,7 @@ def help_of(command: str) -> str:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """As argparse's, at one width whatever the terminal."""
+    """Help formatter with a fixed width of 88 columns, independent of the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=88)

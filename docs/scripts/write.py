@@ -1,7 +1,7 @@
-"""Writes every generated part of docs/: `python docs/scripts/write.py`.
+"""Write every generated part of docs/: `python docs/scripts/write.py`.
 
-These are the gallery, the tables and plots of the benchmarks, the map of rooms, and the outputs
-below the code of the tutorials. tests/docs compares all of them with what is written here.
+The generated parts are the gallery, the tables and plots of the benchmarks, the list of rooms, and
+the outputs below code blocks. tests/docs compares all of them with what this script writes.
 """
 
 from __future__ import annotations

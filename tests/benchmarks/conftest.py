@@ -1,4 +1,4 @@
-"""Let tests import the benchmarks as their programs import one another."""
+"""Make the benchmarks importable by the names that they import one another by."""
 
 from __future__ import annotations
 

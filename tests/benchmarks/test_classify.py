@@ -1,4 +1,4 @@
-"""Check the classification benchmark: what it measures, and that it fails above a limit."""
+"""Check the classification benchmark: its measurements, and that it fails above a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows name a commit, and only where the code that ran is that commit's."""
+"""Check that rows name the commit of the code that ran, and are refused where there is none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def copied(checkout: Path) -> Path:
-    """As a machine receives it that has no git."""
+    """Copy a checkout without its git folder, as to a machine without git; return the copy."""
     place = checkout.parent / "copy"
     shutil.copytree(checkout, place, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     return place
@@ -69,7 +69,7 @@ def test_a_clean_checkout_names_its_commit(committed: Any, checkout: Path) -> No
 
 @pytest.mark.parametrize("name", [FILES[1], "masks/new.py", "benchmarks/new.py", "mods/private.py"])
 def test_a_changed_checkout_is_refused(committed: Any, checkout: Path, name: str) -> None:
-    """Edited, untracked and ignored files alike, whether staged or not."""
+    """Edited, untracked and ignored files are refused, whether staged or not."""
     whole = committed.stamp(checkout)
     (checkout / name).write_text("# edited\n")
     for _ in range(2):
@@ -137,7 +137,10 @@ def test_a_stamp_of_another_commit_is_refused(committed: Any, checkout: Path) ->
 def test_the_code_that_runs_is_that_of_the_tree(
     committed: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another PYTHONPATH the installed attnkit would be measured."""
+    """A checkout is refused if `import attnkit` loads another tree.
+
+    With another PYTHONPATH, for example, the installed attnkit would be measured.
+    """
     spec = SimpleNamespace(origin=str(ROOT / "attnkit" / "__init__.py"))
     monkeypatch.setattr(committed, "find_spec", lambda name: spec)
     with pytest.raises(committed.NotCommitted, match="attnkit is imported from"):
@@ -167,7 +170,7 @@ def test_rows_hold_the_commit(
 
 
 def test_the_digest_reads_every_tracked_file(committed: Any) -> None:
-    """A file of a new kind in the product must not be left out."""
+    """The digest covers every tracked file of the product, also files of a new kind."""
     names = ["ls-files", "--stage", "-z", "--", *committed.FOLDERS]
     try:
         listed = git(ROOT, *names)
@@ -205,7 +208,7 @@ def test_a_comparison_of_machine_code_is_of_two_commits(
 
 
 def test_every_program_that_writes_rows_asks_for_the_commit() -> None:
-    """No program opens a file of rows by itself."""
+    """Every program opens its row file through `row_file` and has the option `--commit`."""
     for path in BENCHMARKS.glob("*.py"):
         text = path.read_text()
         if path.name == "committed.py":

@@ -1,4 +1,4 @@
-"""Check what `benchmarks/frames.py --save` writes about the kernels that it compiled."""
+"""Check the rows that `benchmarks/frames.py --save` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the search for wrong results: it repeats, and prints a seed and a program for a fault."""
+"""Check the search for wrong results: it repeats, and prints a seed and a program per failure."""
 
 from __future__ import annotations
 

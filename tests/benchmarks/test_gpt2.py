@@ -1,6 +1,6 @@
-"""Check the training step benchmark.
+"""Check the benchmark of a training step.
 
-It runs the same model for all, and reports loss differences.
+It must run the same model for all contenders and report losses that differ.
 """
 
 from __future__ import annotations

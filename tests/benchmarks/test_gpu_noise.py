@@ -1,4 +1,4 @@
-"""Cases of the GPU benchmark whose rounds lie far apart are measured again, and else not saved."""
+"""Check that noisy cases of the GPU benchmark are measured again, and not saved if still noisy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_times_and_ratios_spread_on_their_own() -> None:
 
 
 class Scripted:
-    """A timer that reads from a list for each function."""
+    """Timer that takes the readings of each function from a list."""
 
     def __init__(self, **ms: Iterator[float]) -> None:
         self.ms, self.readings = ms, 0
@@ -136,7 +136,10 @@ def test_noisy_cases_are_printed_and_not_saved(
 def test_host_times_that_spread_are_measured_again(
     late: int, attempts: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host is slow every other time, in the first `late` attempts."""
+    """Host times are measured again while they spread, up to three times.
+
+    The host is slow every other time in the first `late` attempts.
+    """
     host = importlib.import_module("gpu_host")
     monkeypatch.setattr(host, "CALLS", 1)
     clock = SimpleNamespace(now=0.0, calls=0)

@@ -1,4 +1,4 @@
-"""Contenders of the GPU benchmark take part with the fastest of their settings."""
+"""Check that each contender of the GPU benchmark is timed with its fastest setting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Clockwork:
-    """A timer that asks the function for its milliseconds, and notes the order."""
+    """Timer that takes the milliseconds from the function, and records the order."""
 
     def __init__(self) -> None:
         self.measured: list[float] = []
@@ -40,7 +40,13 @@ class Clockwork:
 
 
 def setting(ms: float, error: float = 0.001, seconds: Callable[[], None] = lambda: None) -> Any:
-    """A builder of a contender that needs `ms`, is off by `error`, and calls `seconds` to build."""
+    """Return a builder of a contender.
+
+    Args:
+        ms: time of its function.
+        error: error of its result.
+        seconds: called while it is built.
+    """
 
     def build(p: Any) -> Any:
         seconds()
@@ -132,7 +138,7 @@ def test_a_contender_without_a_setting_says_why() -> None:
     )
     assert runs == {}
     assert known["peer"] == {"skipped": "ValueError: first"}
-    assert known["attnkit"]["failed"]  # ours has no 5 % to be wrong by
+    assert known["attnkit"]["failed"]  # the allowed 5 % error is for peers only
     assert known["attnkit deterministic"] == {"skipped": "ValueError: x", "failed": True}
 
 
@@ -185,7 +191,10 @@ def small(case: dict[str, Any]) -> Any:
 
 
 def test_settings_of_flex_attention_compile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each setting has a cache of its own, more of them than torch's limit of recompiles."""
+    """Each setting of FlexAttention has its own compile cache.
+
+    There are more settings than torch's limit of recompiles allows for one function.
+    """
     compiled, seen = torch.compile, []
 
     def compile_eagerly(function: Any, *, mode: Any, **options: Any) -> Any:

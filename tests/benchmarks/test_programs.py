@@ -1,4 +1,4 @@
-"""Check that every benchmark imports and prints whole lines, and that rows are described."""
+"""Check that every benchmark imports, prints whole lines, and describes its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnkit.templates.sm90.config import ForwardConfig
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-# Where a GPU or the DSL is missing, so are the libraries that some programs need.
+# Some programs need libraries that are missing where there is no GPU or DSL.
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -31,7 +31,10 @@ for name in sys.argv[1:]:
 
 
 def test_every_program_imports() -> None:
-    """Programs import internal modules of attnkit, which may move."""
+    """Every benchmark can be imported.
+
+    The benchmarks import internal modules of attnkit, which may move.
+    """
     paths = os.pathsep.join([str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     done = subprocess.run(
@@ -47,7 +50,7 @@ def test_every_program_imports() -> None:
 
 
 def test_the_ablation_changes_existing_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its changes are fields of the kernel's settings and arguments of the scheduler."""
+    """The changes of the ablation are fields of `ForwardConfig` or scheduler arguments."""
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     monkeypatch.syspath_prepend(BENCHMARKS)
     changes = importlib.import_module("ablation").CHANGES
@@ -58,7 +61,7 @@ def test_the_ablation_changes_existing_fields(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_program_redraws_a_line() -> None:
-    """Output that goes to a file has one line for each thing measured."""
+    """No benchmark prints progress bars, so output to a file has one line per measurement."""
     for path in BENCHMARKS.glob("*.py"):
         assert not re.search(r"tqdm|\\r", path.read_text()), path.name
 

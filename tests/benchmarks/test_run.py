@@ -1,4 +1,4 @@
-"""Check the benchmark runner: it checks before it times, alternates, and tabulates saved rows."""
+"""Check the benchmark runners: check before timing, alternation, and tables of saved rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_table_shows_the_newest_rows() -> None:
 
 
 def test_table_does_not_mix_measurements() -> None:
-    """A ratio to our older time does not stand beside our newer one."""
+    """A table line shows only ratios to the newest measurement of attnkit."""
     row = {"case": "causal", "direction": "forward", "dtype": "float32"}
     old, new = row | {"ours_ms": 9.0}, row | {"ours_ms": 5.0}
     rows = [
@@ -93,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Clockwork:
-    """A timer without a clock: each call takes 2 ms, or the time that the function states."""
+    """Timer without a clock: each call takes 2 ms, or the time that the function states."""
 
     def __init__(self) -> None:
         self.measured: list[Any] = []
@@ -110,7 +110,7 @@ GPU_CASES = tomllib.loads((ROOT / "benchmarks" / "gpu_cases.toml").read_text())
 
 
 def small(gpu: Any, case: dict[str, Any], length: int = 1200) -> Any:
-    """Shrink a case's shape except for the length; the GQA group stays."""
+    """Return a case's shape with small sizes, the given length, and GQA if the case has it."""
     shape = gpu.shape_of(case, GPU_CASES)
     group = 2 if shape.kv_heads != shape.heads else 1
     return replace(
@@ -189,7 +189,7 @@ def test_gpu_ablations_are_contenders(gpu: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def reference_varlen(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Compute flash_attn_varlen_func in a few lines, for causal packed sequences."""
+    """Compute `flash_attn_varlen_func` in plain torch, for causal packed sequences."""
     bounds = options["cu_seqlens_q"].tolist()
     assert options["causal"]
     assert options["max_seqlen_k"] == max(b - a for a, b in itertools.pairwise(bounds))
@@ -203,7 +203,7 @@ def reference_varlen(q: Any, k: Any, v: Any, **options: Any) -> Any:
 def reference_flash(
     q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (None, None), softcap: Any = 0
 ) -> Any:
-    """Compute flash_attn_func in a few lines, for tensors [B, S, H, D]."""
+    """Compute `flash_attn_func` in plain torch, for tensors [B, S, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
@@ -273,7 +273,7 @@ def test_gpu_rounds_alternate_and_end(gpu: Any) -> None:
 
 
 class Stream:
-    """Stands in for torch.cuda: a host that queues and a device that follows, in milliseconds."""
+    """Stub of torch.cuda with simulated host and device clocks, in milliseconds."""
 
     def __init__(self, host_ms: float, device_ms: float) -> None:
         self.cost, self.host, self.device = (host_ms, device_ms), 0.0, 0.0

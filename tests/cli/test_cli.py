@@ -1,4 +1,4 @@
-"""Check the command line through `main`: what it prints, where, and its exit status."""
+"""Check the command line through `main`: its output, the stream it goes to, and the exit status."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_doctor_says_that_a_folder_is_not_used(
 
 @pytest.fixture
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder below which nothing but the tests' own folders is looked at."""
+    """Return a temporary folder; attnkit's cache and temporary files are inside it."""
     monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Check `attnkit compile`: what it compiles, what it prints, and its exit status."""
+"""Check `attnkit compile`: which kernels it compiles, its output, and its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check `attnkit emulate`: it runs real kernels of small variants."""
+"""Check that `attnkit emulate` runs real kernels of small variants."""
 
 from __future__ import annotations
 

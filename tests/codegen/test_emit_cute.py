@@ -1,4 +1,4 @@
-"""Compare the DSL emitter with torch, compiled for the CPU by the DSL itself: needs no GPU."""
+"""Compare the DSL emitter with torch, compiled for the CPU by the DSL (no GPU needed)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CURVED = (
 
 
 def samples() -> list[Node]:
-    """Return each operation on each type it takes, with arguments that range over whole tables."""
+    """Return one node for each operation and argument type, with arguments from tables."""
     found = [ir.node("round", OPERANDS[F32][0], attr=a) for a in ("bfloat16", "float16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:
@@ -94,7 +94,7 @@ def samples() -> list[Node]:
 
 
 def with_constants(n: Node) -> list[Node]:
-    """Return the operation with its last, its first, and all arguments constant."""
+    """Return copies of a node with the last, the first, or all arguments constant."""
     if n.op == "cast":
         return []
     pools: dict[Type, list[Any]] = {F32: [-2.0, 0.5, 3.0], I32: [-7, 8], BOOL: [True]}
@@ -121,9 +121,9 @@ def equal(ours: Tensor, theirs: Tensor, label: object) -> None:
 
 
 def ulps(ours: Tensor, exact: Tensor) -> Tensor:
-    """Return the error in units of the last place of float32; infinite where only one is finite.
+    """Return the error in units in the last place of float32; inf where only one is finite.
 
-    A result too small for a normal float32 may be flushed to zero.
+    A result below the smallest normal float32 may be flushed to zero.
     """
     rounded = exact.float()
     unit = torch.exp2(exact.abs().clamp_min(2.0**-126).log2().floor() - 23)
@@ -175,7 +175,7 @@ def test_curved_operations_stay_within_three_units_on_random_values(
 
 @st.composite
 def exact_graphs(draw: st.DrawFn) -> Node:
-    """Draw graphs of operations that are exact or correctly rounded, of all three types."""
+    """Draw graphs of operations that are exact or correctly rounded, with all three types."""
     pools: dict[Type, list[Node]] = {
         F32: [score, load(0, F32, [build("sub", q, kv)]), const(0.75)],
         I32: [q, kv, load(1, I32, [kv, build("mod", q, const(3))]), const(-3)],
@@ -275,7 +275,7 @@ def test_a_shared_subexpression_is_emitted_once() -> None:
 
 
 class _Staged:
-    """Emits a row's value first, then the rest from that value instead of its argument."""
+    """Emit the value of a row first, then the remaining expression from that value."""
 
     def __init__(self, row: Node, root: Node) -> None:
         self.row = row
@@ -303,7 +303,7 @@ def test_values_known_already_are_not_emitted_again() -> None:
 
 
 class _Site:
-    """Stands for the place in a GPU kernel where expressions are emitted."""
+    """Stub of the place in a GPU kernel where expressions are emitted."""
 
     def __init__(self, roots: Sequence[Node], fast: bool, wrap: frozenset[Node] | None) -> None:
         self.roots, self.fast, self.indices = roots, fast, LoadIndices(wrap)
@@ -335,7 +335,7 @@ def ptx(
     fast: bool = False,
     wrap: frozenset[Node] | None = None,
 ) -> str:
-    """Return the instructions of a Hopper kernel that evaluates the roots over TABLES."""
+    """Return the PTX of a Hopper kernel that evaluates the roots over TABLES."""
     kinds = {F32: cutlass.Float32, I32: cutlass.Int32, BOOL: cutlass.Boolean}
     types = [torch.float32, torch.int32, torch.bool]
     values = [make_fake_compact_tensor(kinds[r.type], (SIZE, SIZE)) for r in roots]
@@ -383,7 +383,7 @@ def test_powers_of_two_divide_by_shifts(tmp_path: Path) -> None:
 
 
 def test_other_constants_divide_by_multiplication(tmp_path: Path) -> None:
-    """Such a division needs no comparison, and no division by the compiler."""
+    """Division by other constants compiles to multiplications, without div, rem or setp."""
     difference = build("sub", q, kv)
     text = ptx(
         [build("fdiv", difference, const(74)), build("mod", difference, const(74))], tmp_path

@@ -1,4 +1,4 @@
-"""Compare every mask and mod of the library, as a kernel would compute it, with torch."""
+"""Compare every library mask and mod, evaluated as in a kernel, with torch."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 
 def places() -> dict[str, Tensor]:
-    """Return arguments for two batches, two heads, 32 queries and 32 keys."""
+    """Return arguments for two batch elements, two heads, 32 queries and 32 keys, by name."""
     sizes = {"b": 2, "h": 2, "q": 32, "kv": 32}
     env = {
         name: torch.arange(size).int().view([-1 if i == axis else 1 for i in range(4)])

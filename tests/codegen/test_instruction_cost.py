@@ -1,4 +1,4 @@
-"""Compare the estimated instructions of a score with the machine code of kernels."""
+"""Compare the estimated instruction count of a score_mod with the machine code of kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_values_per_row_are_not_counted() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_shared_operations_count_once(first: int, second: int) -> None:
-    """A sum of two chains of tanh costs the longer one, which begins with the other."""
+    """Operations that two expressions share are counted once.
+
+    Here, the longer of two chains of tanh contains the shorter one.
+    """
     chain = [arg("score")]
     for _ in range(max(first, second)):
         chain.append(build("tanh", chain[-1]))
@@ -59,7 +62,10 @@ def test_instructions_of_loads_and_divisions() -> None:
 
 
 def test_operations_of_one_instruction_are_known() -> None:
-    """Operations without an estimate count as one: a new one needs an estimate, or an entry here."""
+    """The operations that are estimated as one instruction are exactly those listed here.
+
+    A new operation needs an estimate or an entry.
+    """
     floats = [(op, len(takes)) for op, (takes, _) in SIGNATURES.items() if set(takes) <= {"f", "n"}]
     leaves = arg("score"), arg("grad")
     nodes = [node(op, *leaves[:count]) for op, count in floats if op != "round"]
@@ -79,9 +85,10 @@ MODS = {
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], int]]:
-    """Count the instructions of a mod's kernel: 128 columns, in masked and unmasked blocks.
+    """Return a function that counts the machine instructions of a mod's forward kernel.
 
-    The kernels have separate code for each column, which no other kernel has: a cache of their own.
+    The kernels are compiled with separate code for each of 128 columns, in masked and unmasked
+    blocks. Other kernels do not have that code, so a separate cache is used.
     """
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     from attnkit.templates.sm100 import softmax
@@ -106,7 +113,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], i
 def test_estimates_are_of_the_size_of_the_machine_code(
     name: str, code: Callable[[str], int]
 ) -> None:
-    """The estimate is right to a factor of two."""
+    """The estimate is within a factor of two of the machine code."""
     taken = (code(name) - code("none")) / (2 * 128)
     found = instructions(score(MODS[name])) - instructions(score(MODS["none"]))
     assert found / 2 <= taken <= 2 * found, (found, taken)

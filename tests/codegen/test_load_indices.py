@@ -1,4 +1,4 @@
-"""Indices that captured data alone keeps inside their tensors are found, and no others."""
+"""Check which indices are clamped: those that only captured data keeps inside their tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"b": 2, "h": 4, "q": 30, "kv": 30}
 
 
 def clamped(mod: Callable[..., Any]) -> list[bool]:
-    """Whether each load of a score_mod from TABLE is clamped."""
+    """Return for each load from TABLE in a score_mod whether its index is clamped."""
     traced = trace(mod, "score")
     shapes = [t.shape for t in traced.tensors]
     found = data_bound([traced.root], SIZES, shapes)

@@ -1,4 +1,4 @@
-"""Check that indices that may be negative are found from the lengths alone, and none is missed."""
+"""Check that all indices that may be negative are found, from the lengths alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loads(traced: Traced) -> list[Node]:
 
 
 def of(mod: Callable[..., Any], q_len: int = 30, kv_len: int = 30) -> list[bool]:
-    """Return for each indexed load of a score_mod whether its index may be negative and wrap."""
+    """Return for each load of a score_mod whether its index may be negative and wrap."""
     traced = trace(mod, "score")
     found = wrapping([traced.root], {"b": 2, "h": 4, "q": q_len, "kv": kv_len})
     return [n in found for n in loads(traced)]

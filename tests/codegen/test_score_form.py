@@ -1,4 +1,4 @@
-"""Check that the score form that kernels compute equals the score_mod."""
+"""Check that the score form, which kernels evaluate, equals the score_mod."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = {"b", "h", "scale"}
 
 
 def grid(q_len: int = N, kv_len: int = N, batch: int = 2, heads: int = 3) -> dict[str, Tensor]:
-    """Return all positions, and a raw score q . k for each."""
+    """Return all positions and random scores, by name, for an evaluation."""
     sizes = {"b": batch, "h": heads, "q": q_len, "kv": kv_len}
     env = {
         name: torch.arange(n, dtype=torch.int32).view([n if axis == at else 1 for axis in range(4)])
@@ -46,7 +46,7 @@ def value(n: Node | None, env: dict[str, Tensor], tensors: tuple[Tensor, ...]) -
 
 
 def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int) -> None:
-    """Check that the parts, combined as a kernel does, equal the modified score."""
+    """Check that the parts of the form, combined as in a kernel, equal the modified score."""
     for apart in (False, True):
         _assert_same(function, env, scale, origin, apart)
 
@@ -98,7 +98,7 @@ TERMS = (
 
 @st.composite
 def sums(draw: st.DrawFn) -> Any:
-    """Draw sums and differences of terms, some of them linear in kv."""
+    """Draw a score_mod that sums terms, some of them linear in kv."""
     terms = draw(st.lists(st.sampled_from(TERMS), min_size=1, max_size=5))
     body = "".join(f" {draw(st.sampled_from('+-'))} ({t})" for t in terms)
     names = {"torch": torch, "SLOPES": SLOPES, "TABLE": TABLE}
@@ -143,7 +143,7 @@ def test_a_linear_term_of_kv_is_split_from_the_elements() -> None:
     ],
 )
 def test_distance_terms_may_be_separate(function: Any, apart: bool) -> None:
-    """A separate distance term leaves nothing in the row term or the slope."""
+    """With a separate distance term, the form has no row term and no slope."""
     form = score_form(trace(function, "score").root, separate_distance=True)
     assert (form.distance is not None) is apart
     assert (form.slope is None) is apart
@@ -180,7 +180,7 @@ EXTREME = torch.tensor([-1e30, -1e4, -3.0, -0.1, 0.0, 0.1, 3.0, 1e4, 1e30], dtyp
 
 
 def largest(function: Any, scale: float) -> float:
-    """Return the largest |x| over extreme scores."""
+    """Return the largest |bias| of a function's form over extreme scores."""
     traced = trace(function, "score")
     form = score_form(traced.root)
     env = grid()
@@ -213,7 +213,7 @@ def test_a_ceiling_bounds_every_score(function: Any, scale: float) -> None:
     ],
 )
 def test_ceilings(function: Any, ceiling: float | None) -> None:
-    """A ceiling bounds the part that depends on the score, and leaves out what the row adds."""
+    """The ceiling bounds the part that depends on the score, without the row term."""
     found = form_of(function).ceiling
     if ceiling is None:
         assert found is None
@@ -224,7 +224,7 @@ def test_ceilings(function: Any, ceiling: float | None) -> None:
 
 
 def assert_relative(n: Node, tensors: tuple[Tensor, ...]) -> None:
-    """Check that there is one value for each difference q - kv, whatever the score."""
+    """Check that a value depends on q - kv alone, not on the score."""
     env = grid()
     env["score"] = env["score"] * 10
     shape = (2, 3, N, N)

@@ -87,7 +87,7 @@ PLACES = [(r, j) for j in range(len(COLUMNS)) for r in range(len(ROWS))]
 
 @dataclass(frozen=True)
 class Site:
-    """Holds what `Stages` reads of a kernel's site."""
+    """Hold the fields of a kernel's site that `Stages` reads."""
 
     b: Any
     h: Any
@@ -95,7 +95,7 @@ class Site:
 
 
 class Thread:
-    """Runs what one thread does; an object, so that the DSL does not parse its source."""
+    """Run the code of one thread; a callable object, so that the DSL does not parse its source."""
 
     def __init__(self, stages: Stages, shared: bool) -> None:
         self.stages = stages
@@ -138,7 +138,7 @@ DTYPES = {I32: torch.int32, F32: torch.float32, BOOL: torch.bool}
 
 
 def positions() -> dict[str, Tensor]:
-    """Return first positions of some threads, as flat int32 tensors, and a scale."""
+    """Return first positions b, h, q, kv of 64 threads, int32 [64], and a scale, by name."""
     random = torch.Generator().manual_seed(0)
     sizes = {"b": 2, "h": 2, "q": N - ROWS[-1], "kv": N - COLUMNS[-1]}
     env = {
@@ -151,7 +151,7 @@ def positions() -> dict[str, Tensor]:
 def by_levels(
     roots: Sequence[Node], tables: Sequence[Tensor], scores: Sequence[Tensor], shared: bool
 ) -> list[Tensor]:
-    """Compute a thread's values level by level, compiled for the CPU; by element, then by root."""
+    """Evaluate the roots level by level, compiled for the CPU; results by element, then root."""
     env = positions()
     outputs = [torch.empty(64, dtype=DTYPES[r.type]) for _ in PLACES for r in roots]
     flat = [*(env[n] for n in ("b", "h", "q", "kv", "scale")), *scores, *outputs]
@@ -169,7 +169,7 @@ def at_once(
     scores: Sequence[Tensor],
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Compute the same by `graph.eval_torch`, element by element."""
+    """Evaluate the roots with `graph.eval_torch`, in the order of `by_levels`."""
     env, found = positions(), []
     env["scale"] = env["scale"].to(dtype)
     for (r, j), s in zip(PLACES, scores, strict=True):
@@ -186,7 +186,7 @@ def drawn_scores() -> list[Tensor]:
 
 @st.composite
 def expressions(draw: st.DrawFn, kind: str = F32, depth: int = 4) -> Node:
-    """Draw expressions of operations that are exact, or rounded once, everywhere."""
+    """Draw expressions of operations that are exact or correctly rounded."""
     leaves = {
         F32: [score, scale, BY_Q, BY_KV, RELATIVE, const(-1.5), cast(DISTANCE, F32), cast(h, F32)],
         I32: [q, kv, h, b, DISTANCE, IDS_Q, IDS_KV, const(3)],
@@ -228,7 +228,7 @@ def test_values_are_those_of_the_expression(roots: list[Node], shared: bool) -> 
     "name", ["alibi", "relative_bias", "t5_bias", "kerple", "softcap", "graphormer"]
 )
 def test_library(name: str) -> None:
-    """The score form of each mod equals torch; curved functions within the rounding of torch's."""
+    """The score form of each mod has at most twice torch's error."""
     traced = trace(mods.examples(N, heads=2, batch=2)[name].mod, "score")
     form = score_form(traced.root)
     roots = [n for n in (form.factor, form.bias, form.slope, form.row) if n is not None]

@@ -1,4 +1,4 @@
-"""Make the programs that write pages importable as modules of docs/scripts."""
+"""Make the programs in docs/scripts importable."""
 
 from __future__ import annotations
 

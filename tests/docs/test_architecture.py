@@ -1,4 +1,4 @@
-"""Check that docs/architecture.md draws the rooms that the linter enforces."""
+"""Check that docs/architecture.md lists the rooms that the linter enforces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that docs/benchmarks.md and README's plot show what the committed rows say."""
+"""Check that docs/benchmarks.md and README's plot agree with the committed rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = benchmark_pages.PAGE.read_text()
 
 
 def texts(path: Path) -> list[str]:
-    """Return the words of a plot, in the order in which they were drawn."""
+    """Return the texts in an SVG plot, in drawing order."""
     root = ElementTree.parse(path).getroot()
     return ["".join(e.itertext()).strip() for e in root.iter() if e.tag.endswith("text")]
 

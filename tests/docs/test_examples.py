@@ -1,4 +1,4 @@
-"""Check that the examples run, learn and are exact, and report it when they are not."""
+"""Check that the examples run, learn and are exact, and that they report failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def packed_documents(
     out: Path, *options: str, stderr: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run the example in its fast mode, on one thread."""
+    """Run the example with `--quick` on one thread; return the finished process."""
     command = [sys.executable, ROOT / "examples" / "packed_documents.py", "--quick", "--out", out]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -31,7 +31,10 @@ def packed_documents(
 
 
 def test_packed_documents_learns_and_is_exact(tmp_path: Path) -> None:
-    """It also says in a log how far it is: a line a quarter of its steps."""
+    """The example succeeds and writes its picture.
+
+    Without a terminal it prints its progress once per quarter of the steps.
+    """
     done = packed_documents(tmp_path, "--steps", "8")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

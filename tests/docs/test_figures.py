@@ -1,4 +1,4 @@
-"""Figures that claim a measurement are those of rows, and each line of a table is one run."""
+"""Check that measured figures in the pages are those of rows, and each table line is one run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NOT_MEASURED = {
 
 @cache
 def prose(page: str) -> str:
-    """A page without its generated tables, which are compared with the rows as a whole."""
+    """Return a page without its generated tables, which other tests compare as a whole."""
     text = (ROOT / page).read_text()
     return benchmark_pages.TABLE.sub("", text)
 
@@ -62,7 +62,7 @@ def claims(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def values(item: Any, ending: str) -> Iterator[float]:
-    """The numbers of a row in fields of such a name."""
+    """Yield the numbers in a row whose field name ends with `ending`, including nested rows."""
     for name, value in item.items():
         if isinstance(value, dict):
             yield from values(value, ending)
@@ -116,7 +116,7 @@ BEST = re.compile(r"\*\*(\d+\.\d+)x\*\* (.+)")
 
 
 def attention_lines(direction: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Case, and cell by column, as the page says them."""
+    """Yield (case, {column: cell}) of each line in the page's attention table."""
     table = next(
         m[0] for m in benchmark_pages.TABLE.finditer(benchmark_pages.PAGE.read_text())
         if m[2] == direction

@@ -1,4 +1,4 @@
-"""Check that the gallery is what its scripts write, for every mask and mod."""
+"""Check that the gallery equals what its scripts write, for every mask and mod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the code on the pages runs, and prints what the pages say."""
+"""Check that the code on the pages runs and prints the output shown."""
 
 from __future__ import annotations
 

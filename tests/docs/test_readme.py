@@ -1,4 +1,4 @@
-"""Check that README.md is true: its code runs, its names, commands and figures exist."""
+"""Check README.md: its code runs, and the names, commands and figures that it uses exist."""
 
 from __future__ import annotations
 
@@ -68,6 +68,9 @@ def test_readme_is_short() -> None:
 
 
 def test_it_has_no_figures_of_speed_but_the_plot() -> None:
-    """Measured numbers belong in docs/benchmarks.md, where a test compares them with their rows."""
+    """README.md shows speed only in its plot.
+
+    Measured numbers belong in docs/benchmarks.md, where a test compares them with their rows.
+    """
     assert "](docs/images/speed.svg)" in README
     assert not re.search(r"\d\s?(x|ms|us|TFLOP/s|MB|GiB)\b", README)

@@ -1,4 +1,4 @@
-"""Build kernels and operands for the mutation study: three laps of every ring, ragged edges."""
+"""Build kernels and operands for the mutation study, with three laps of every ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Case = tuple[Executable, list[Any], Callable[[], str | None]]
 
 
 def comparison(got: torch.Tensor, want: torch.Tensor, rtol: float) -> Callable[[], str | None]:
-    """Return a check that `got` is `want` up to `rtol` of its largest value."""
+    """Return a check that `got` equals `want` within `rtol` of the largest value."""
 
     def wrong() -> str | None:
         error = (got.double() - want.double()).abs().max()
@@ -72,9 +72,9 @@ def ring_case() -> Case:
 
 
 def forward_case() -> Case:
-    """Return attnkit's own forward kernel for Hopper, as `backend="emulate"` calls it.
+    """Return attnkit's Hopper forward kernel, as `backend="emulate"` calls it, with a check.
 
-    It is causal and ragged, with two tiles a CTA and five laps of the rings of K and V.
+    The problem is causal and ragged, with two tiles per CTA and five laps of the rings of K and V.
     """
     calls: list[tuple[Any, list[Any]]] = []
 
@@ -94,10 +94,10 @@ def forward_case() -> Case:
 
 
 def backward_case() -> Case:
-    """Return attnkit's main backward kernel for Hopper.
+    """Return attnkit's main backward kernel for Hopper, with a check.
 
-    It is causal and ragged, with several laps of the rings of Q and dO. Its results are held
-    against those in eager order, with room for the order in which dQ is added up.
+    The problem is causal and ragged, with several laps of the rings of Q and dO. The check compares
+    results with those of eager order, with a tolerance for the order in which dQ is accumulated.
     """
     calls: list[tuple[Any, list[Any], list[Any], list[Any]]] = []
 
@@ -124,8 +124,8 @@ def backward_case() -> Case:
     return exe, args, lambda: next((text for w in wrong if (text := w())), None)
 
 
-# Those that the tests take, and all that can be studied from the command line; sums whose order
-# depends on the schedule, so that results may differ in their last bits.
+# cases of the tests; all cases of the command line; cases with sums whose order depends on the
+# schedule, so that results may differ in their last bits
 CASES: dict[str, Callable[[], Case]] = {
     "hopper": hopper_case,
     "blackwell": blackwell_case,

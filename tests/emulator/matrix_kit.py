@@ -1,4 +1,4 @@
-"""Build operands of tensor-core products, as bytes in the layouts of the PTX ISA."""
+"""Build operands of tensor-core products as bytes in the layouts of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCH = {
 
 
 def values(kind: str, *shape: int) -> tuple[Any, Any]:
-    """Return (float64 values, their bytes as uint8 with a last axis of the item size)."""
+    """Draw random values of `kind`; return them in float64, and as bytes with an extra axis."""
     if kind == "s8":
         x = torch.randint(-100, 100, shape, dtype=torch.int8)
     else:
@@ -30,12 +30,12 @@ def values(kind: str, *shape: int) -> tuple[Any, Any]:
 
 
 def words(raw: Any) -> Any:
-    """Convert [..., bytes] to 32-bit words."""
+    """View bytes [..., n] as 32-bit words."""
     return np.ascontiguousarray(raw).view(np.uint32)
 
 
 def core_image(raw: Any, leading: int, stride: int) -> Any:
-    """Lay out a K-major operand [rows, k, item] canonically, without swizzle."""
+    """Return the bytes of a K-major operand [rows, k, itemsize] in canonical layout, no swizzle."""
     rows, k, item = raw.shape
     image = np.zeros(8192, np.uint8)
     flat = raw.reshape(rows, k * item)
@@ -46,7 +46,7 @@ def core_image(raw: Any, leading: int, stride: int) -> Any:
 
 
 def mn_image(raw: Any, leading: int, stride: int) -> Any:
-    """Lay out an MN-major operand (16-bit) without swizzle.
+    """Return the bytes of an MN-major 16-bit operand without swizzle.
 
     Core matrices are 8 k x 8 mn, with mn contiguous.
     """
@@ -77,5 +77,5 @@ ADDRESSES = """
     shr.u32 %r9, %r2, 4; cvt.u64.u32 %d10, %r9; add.s64 %d11, %d10, 512;
     or.b64 %d12, %d10, {a}; or.b64 %d13, %d11, {b};
 """
-# Bits of a descriptor that tcgen05 wants set.
+# bits that must be set in a tcgen05 descriptor
 TC_HIGH = 1 << 46

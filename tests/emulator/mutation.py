@@ -1,4 +1,4 @@
-"""Inject one fault at a time into the PTX of a kernel, and test whether `check` catches it.
+"""Inject one fault at a time into the PTX of a kernel, and test whether `check` detects it.
 
 Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
 CASE is hopper, blackwell, ring, forward or backward
@@ -23,7 +23,7 @@ Edit = Callable[[str], str]
 
 
 def _drop(line: str) -> str:
-    """Return the statement without its effect: its destination keeps the old value."""
+    """Return an empty line, so that the statement's destination keeps its old value."""
     return ""
 
 
@@ -32,7 +32,7 @@ def _deeper(line: str) -> str:
 
 
 def _other_parity(line: str) -> str:
-    """Return the wait with the opposite constant parity."""
+    """Return the wait with its parity replaced by the constant 0."""
     return re.sub(r"(\[[^\]]*\], )([^,;]+)", r"\g<1>0", line, count=1)
 
 
@@ -43,7 +43,7 @@ def _no_wait(line: str) -> str:
 
 
 def _last(value: int) -> Edit:
-    """Return the statement with `value` as its last operand."""
+    """Return an edit that sets the last operand of a statement to `value`."""
     return lambda line: re.sub(r", ([%\w]+);", f", {value};", line)
 
 
@@ -76,7 +76,7 @@ class Mutant:
 
 
 def mutants(text: str, limit: int | None = None, seed: int = 0) -> Iterator[Mutant]:
-    """Yield every mutant of a PTX text, or `limit` of each fault, drawn by `seed`."""
+    """Yield every mutant of a PTX text, or at most `limit` per fault, drawn with `seed`."""
     lines, rng = text.split("\n"), random.Random(seed)
     for fault, (pattern, edit) in FAULTS.items():
         sites = [i for i, line in enumerate(lines) if re.search(pattern, line)]
@@ -95,7 +95,7 @@ def caught_by(
     wrong: Callable[[], str | None],
     deterministic: bool = True,
 ) -> str:
-    """Return the first mode that shows the fault, or "" if none does."""
+    """Return what detects the fault first ("mode: kind", "static" or "results: ..."), or ""."""
     changed = exe.with_ptx(mutant.text)
     known = {f.text for k in exe.kernels.values() for f in emulator.missing_fences(k)}
     static = [f for k in parse(mutant.text).values() for f in emulator.missing_fences(k)]
@@ -117,7 +117,11 @@ def study(
     limit: int | None = None,
     deterministic: bool = True,
 ) -> list[tuple[Mutant, str]]:
-    """Return (mutant, what caught it) for the mutants of a kernel, which itself must be clean."""
+    """Return (mutant, what detected it) for each mutant of a kernel.
+
+    Raises:
+        AssertionError: the kernel without a fault is reported.
+    """
     start = emulator.snapshot(args)
     out = []
     for m in (Mutant("none", 0, exe.ptx), *mutants(exe.ptx, limit)):
@@ -139,10 +143,12 @@ EQUIVALENT = {
 
 
 def equivalent(exe: Executable, mutant: Mutant, idle: Collection[int] = ()) -> str:
-    """Return why the mutant behaves as the kernel does, or "".
+    """Return why a mutant behaves like the original kernel, or "" if it should not.
 
     Args:
-        idle: lines that nothing executed.
+        exe: the original kernel.
+        mutant: the mutant.
+        idle: numbers of lines that were not executed.
     """
     if mutant.line in idle:
         return "is not executed with these operands"

@@ -1,4 +1,4 @@
-"""Build and run small PTX kernels around a few instructions."""
+"""Build and run small PTX kernels from a few instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ LOAD = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
 
 
 def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "") -> str:
-    """Return a module with one kernel `k`; registers %p %h %r %d %q %f0..., parameters `params`."""
+    """Return a PTX module with one kernel `k` that has the given body and parameters.
+
+    The kernel declares registers %p, %h, %r, %d, %q and %f with numbers from 0.
+    """
     return f"""
 .version 8.8
 .target {arch}
@@ -34,14 +37,15 @@ def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "")
 
 
 def pointers(n: int) -> str:
-    """Return n pointer parameters p0, p1, ..."""
+    """Return the declaration of n pointer parameters p0, p1, ..."""
     return ", ".join(f".param .u64 p{i}" for i in range(n))
 
 
 def per_thread(instructions: str, inputs: list[Any], out: Any, arch: str = "sm_90a") -> str:
-    """Return a kernel whose threads load an element of each input (a0, ...), run, and store `o`.
+    """Return a kernel in which each thread runs `instructions` on one element of each input.
 
-    In `instructions`, {a0}, {a1}, ... and {o} name registers of the arrays' sizes.
+    In `instructions`, {a0}, {a1}, ... are the registers of the loaded elements, and {o} is the
+    register that is stored.
     """
     code, names = ["mov.u32 %r99, %tid.x;"], {}
     for i, x in enumerate(inputs):
@@ -67,7 +71,7 @@ def per_thread(instructions: str, inputs: list[Any], out: Any, arch: str = "sm_9
 
 
 def evaluate(instructions: str, inputs: list[Any], dtype: Any, arch: str = "sm_90a") -> Any:
-    """Return the result of `instructions` for each element of equally long inputs."""
+    """Run `instructions` on each element of equally long inputs; return the results."""
     n = len(inputs[0])
     out = np.zeros(n, dtype)
     target = emulator.Ptx(per_thread(instructions, inputs, out, arch), block=(n, 1, 1))
@@ -100,12 +104,12 @@ $L_init_done_{0}:
 
 
 def init_barriers(*pairs: tuple[int, int]) -> str:
-    """Return code that initialises mbarriers, (offset, count) each, and then synchronises."""
+    """Return code that initialises mbarriers at (offset, count) pairs and then synchronises."""
     return "".join(INIT.format(o, c) for o, c in pairs) + "    bar.sync 0;\n"
 
 
 def wait(offset: str, parity: str, label: str) -> str:
-    """Return the spin loop that the compiler makes of an mbarrier wait."""
+    """Return a spin loop that waits on an mbarrier, as the compiler generates it."""
     return f"""
 $L_wait_{label}:
     mbarrier.try_wait.parity.shared.b64 %p8, [{offset}], {parity}, 10000000;

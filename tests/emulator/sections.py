@@ -1,7 +1,7 @@
-"""List where the PTX ISA specifies what a test of the emulator tests.
+"""List the sections of the PTX ISA that specify what the emulator's tests check.
 
-Titles are those of the document's headings, an instruction's without what stands before the colon;
-numbers are those of PTX ISA 9.2 and move from version to version, titles hardly.
+Titles are the headings of the document; for instructions, without the text before the colon.
+Numbers are those of PTX ISA 9.2. They change from version to version, while titles rarely do.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def section(*titles: str) -> Callable[[Test], Test]:
-    """Mark a test with the titles of the sections that specify what it tests."""
+    """Return a decorator that marks a test with the sections that specify what it checks."""
     for title in titles:
         if title not in SECTIONS:
             raise KeyError(f"{title!r} is no section of the PTX ISA that is listed in {__name__}")
@@ -127,6 +127,6 @@ def section(*titles: str) -> Callable[[Test], Test]:
 
 
 def ours(test: Test) -> Test:
-    """Mark a test of what the PTX ISA does not specify: reports, limits, modes."""
+    """Mark a test of behaviour outside the PTX ISA: reports, limits, modes."""
     test.sections = ()  # type: ignore[attr-defined]
     return test

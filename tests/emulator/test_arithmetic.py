@@ -33,7 +33,7 @@ H4 = np.roll(F4, 23)
 
 
 def s(x: int, bits: int = 32) -> int:
-    """Convert unsigned to signed."""
+    """Convert an unsigned number of `bits` bits to signed."""
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
@@ -217,7 +217,10 @@ def test_float(case: Any) -> None:
 @pytest.mark.parametrize("how", ["rm", "rp", "rz"])
 @section("Floating Point Instructions: add")
 def test_directed_rounding_of_exact_sums(how: str) -> None:
-    """The result is next to the exact sum, which may have more digits than a float64."""
+    """Directed rounding returns the float32 neighbour of the exact sum.
+
+    The exact sum may need more digits than a float64 has.
+    """
     magnitude = 10.0 ** rng.integers(-38, 38, N)
     x = (rng.normal(size=N) * magnitude).astype(np.float32)
     y = np.roll(x, 1)
@@ -251,7 +254,7 @@ SETP_F32 = {
 @pytest.mark.parametrize("cmp", SETP_F32)
 @section("Floating Point Comparisons", "setp")
 def test_float_comparisons_with_nan(cmp: str) -> None:
-    """setp: ordered comparisons are false, unordered ones true, if an operand is NaN."""
+    """With a NaN operand, ordered setp comparisons are false and unordered ones are true."""
     text = f"setp.{cmp}.f32 %p1, {{a0}}, {{a1}}; selp.b32 {{o}}, 1, 0, %p1;"
     got = evaluate(text, [F4, G4], np.uint32)
     np.testing.assert_array_equal(got, SETP_F32[cmp](F4, G4).astype(np.uint32))
@@ -260,7 +263,7 @@ def test_float_comparisons_with_nan(cmp: str) -> None:
 @pytest.mark.parametrize("mode", ["rni", "rzi", "rmi", "rpi"])
 @section("cvt")
 def test_float_to_integer_saturates(mode: str) -> None:
-    """cvt: out of range saturates, NaN becomes 0."""
+    """Float-to-integer cvt saturates out of range, and converts NaN to 0."""
     got = evaluate(f"cvt.{mode}.s32.f32 {{o}}, {{a0}};", [F4], np.int32)
     fn = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
     want = [
@@ -276,7 +279,7 @@ def torch_bits(x: Any, dtype: torch.dtype, view: torch.dtype) -> Any:
 
 @section("cvt")
 def test_cvt_to_bf16_and_f16() -> None:
-    """cvt.rn.bf16.f32, cvt.rn.f16.f32 against torch; x2: the first source is the high half."""
+    """cvt to bf16 and f16 equals torch; in x2 forms the first source is the high half."""
     x = F4[~np.isnan(F4)][:60]
     y = np.roll(x, 3)
     for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
@@ -297,7 +300,7 @@ def test_cvt_to_bf16_and_f16() -> None:
 )
 @section("cvt")
 def test_cvt_to_fp8(kind: str, dtype: torch.dtype) -> None:
-    """cvt.rn.satfinite.e4m3x2.f32: nearest even within range, saturating beyond."""
+    """cvt to fp8 rounds to nearest even in range and saturates beyond."""
     x = np.concatenate([H4[np.isfinite(H4)][:40], np.float32([440, 460, 1e9, -1e9, 2**-9, 2**-10])])
     got = evaluate(f"cvt.rn.satfinite.{kind}x2.f32 {{o}}, {{a0}}, {{a0}};", [x], np.uint16)
     top = torch.finfo(dtype).max
@@ -315,7 +318,7 @@ def test_cvt_to_fp8(kind: str, dtype: torch.dtype) -> None:
     "Mixed Precision Floating Point Instructions: fma",
 )
 def test_packed_and_mixed_half_arithmetic() -> None:
-    """fma.rn.bf16x2 rounds once to bf16; fma.rn.f32.bf16 multiplies bf16 into f32."""
+    """Packed bf16 arithmetic rounds once, and fma.rn.f32.bf16 multiplies bf16 into float32."""
     x = torch.randn(64).bfloat16()
     y, z = torch.randn(64).bfloat16(), torch.randn(64)
     bits = [v.view(torch.int16).numpy().view(np.uint16) for v in (x, y)]

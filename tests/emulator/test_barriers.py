@@ -17,7 +17,7 @@ from tests.emulator.sections import ours, section
 
 @section("Phase Completion of the mbarrier object")
 def test_mbarrier_phase_completes_when_nothing_is_pending() -> None:
-    """A phase completes when pending arrivals and tx-count are both zero."""
+    """An mbarrier phase completes when pending arrivals and tx-count are both zero."""
     b = MBarrier(0, 2, 1, "b")
     b.expect(128)
     b.arrive(1)
@@ -54,7 +54,7 @@ def test_counts_out_of_range() -> None:
 
 @section("mbarrier.test_wait / mbarrier.try_wait")
 def test_a_fresh_mbarrier_lets_parity_one_pass() -> None:
-    """Parity 1 is the phase before the first."""
+    """A wait for parity 1 on a fresh mbarrier succeeds, as that is the phase before the first."""
     out = np.zeros(32, np.uint32)
     body = (
         init_barriers((0, 1))
@@ -156,7 +156,7 @@ def test_a_missing_wait_is_caught(which: str) -> None:
 
 @section("bar, barrier")
 def test_named_barriers_hand_over_between_warps() -> None:
-    """arrive does not wait, sync does; both count towards the same total."""
+    """bar.arrive does not wait, bar.sync does, and both count towards the same total."""
     body = """
     mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; and.b32 %r3, %r1, 31; shl.b32 %r4, %r3, 2;
     mov.b32 %r5, dynamic; add.s32 %r6, %r5, %r4;
@@ -192,7 +192,7 @@ def test_barrier_misuse_is_a_fault() -> None:
 
 @section("barrier.cluster", "mapa", "Shared State Space")
 def test_cluster_barrier_and_distributed_shared_memory() -> None:
-    """Each CTA reads its neighbour's word."""
+    """After a cluster barrier, each CTA reads the word that its neighbour wrote."""
     body = """
     mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2;
     mov.b32 %r4, dynamic; add.s32 %r5, %r4, %r3;
@@ -239,7 +239,7 @@ def test_an_endless_loop_ends_in_a_fault() -> None:
 
 @section("Release and Acquire Patterns")
 def test_ctas_that_wait_for_each_other_run_together() -> None:
-    """CTA 0 waits for the last one, and so on, by a semaphore in global memory."""
+    """CTAs that wait for later CTAs of the grid by a global semaphore do not deadlock."""
     body = """
     ld.param.u64 %d1, [p0]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; mov.u32 %r3, %tid.x;
     sub.s32 %r4, %r2, 1; sub.s32 %r5, %r4, %r1;
@@ -265,7 +265,7 @@ $L_end:
 
 @ours
 def test_persistent_ctas_share_their_work() -> None:
-    """Each CTA takes the next of twelve work tiles from a counter, and pauses between two."""
+    """Persistent CTAs that pause between work tiles share the tiles of an atomic counter."""
     body = """
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, %ctaid.x;
 $L_next:

@@ -1,5 +1,4 @@
-"""Check CTAs that work together: cluster launch control, barriers between warps of different roles,
-semaphores between clusters.
+"""Check CTAs that cooperate: cluster launch control, barriers between warps, semaphores.
 
 PTX ISA: clusterlaunchcontrol.try_cancel, clusterlaunchcontrol.query_cancel, "bar, barrier", mapa,
 st.async, and "Memory Consistency Model" for the semaphores.
@@ -57,7 +56,11 @@ def persistent(ask: str, before: str = "", after: str = "") -> str:
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("clusterlaunchcontrol.try_cancel", "clusterlaunchcontrol.query_cancel")
 def test_a_running_cta_takes_over_those_that_wait(mode: str, seed: int) -> None:
-    """The response holds the first CTA of a cluster that then never runs; at the end it says no."""
+    """A running CTA cancels waiting clusters and takes over their work.
+
+    The response holds the first CTA of the canceled cluster, which then never runs. When no cluster
+    is left, the request fails.
+    """
     owner, last = np.zeros(9, np.uint32), np.zeros(9, np.uint32)
     body = persistent(f"{TRY}.b128 [dynamic+16], [dynamic];")
     launch = {"grid": (9, 1, 1), "shared": 64, "mode": mode, "seed": seed, "arch": "sm_100a"}
@@ -72,7 +75,7 @@ def test_a_running_cta_takes_over_those_that_wait(mode: str, seed: int) -> None:
 
 @section("clusterlaunchcontrol.try_cancel")
 def test_a_request_may_fail_although_clusters_wait() -> None:
-    """The waiting clusters are launched then, and the grid completes."""
+    """If a cancel request fails while clusters wait, they are launched, and the grid completes."""
     body = persistent(f"{TRY}.b128 [dynamic+16], [dynamic];")
     launch = {"grid": (24, 1, 1), "shared": 64, "mode": "adversarial", "arch": "sm_100a"}
     ran = []
@@ -97,7 +100,7 @@ def test_asking_again_after_a_refusal_is_a_fault() -> None:
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("clusterlaunchcontrol.try_cancel")
 def test_the_response_reaches_every_cta_of_the_cluster(mode: str, seed: int) -> None:
-    """.multicast::cluster::all: the same offsets of response and mbarrier in each CTA."""
+    """A multicast cancel writes response and mbarrier at the same offsets in each CTA."""
     meet = "barrier.cluster.arrive; barrier.cluster.wait;"
     ask = f"setp.ne.s32 %p3, %r3, 0; @%p3 bra $L_asked; {TRY}.multicast::cluster::all.b128"
     body = persistent(f"{ask} [dynamic+16], [dynamic];", before=meet, after=meet)
@@ -131,7 +134,7 @@ $L_end:
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("bar, barrier")
 def test_warps_that_run_the_same_code_may_name_different_barriers(mode: str, seed: int) -> None:
-    """The barrier is a register, and each warp counts at its own."""
+    """Warps may execute one bar instruction with different barrier numbers in a register."""
     out = np.zeros(128, np.uint32)
     launch = {"block": (256, 1, 1), "shared": 1024, "mode": mode, "seed": seed}
     report = run(ROLES.format(number="%r4"), out, **launch)
@@ -141,7 +144,7 @@ def test_warps_that_run_the_same_code_may_name_different_barriers(mode: str, see
 
 @section("bar, barrier")
 def test_warps_may_name_different_thread_counts() -> None:
-    """Warps 0 and 1 meet at barrier 1, warps 2 to 4 at barrier 2."""
+    """Warps may execute one bar instruction with different barriers and thread counts."""
     body = """
     mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; setp.ge.u32 %p1, %r2, 2;
     selp.b32 %r3, 2, 1, %p1; selp.b32 %r4, 96, 64, %p1;
@@ -186,7 +189,7 @@ $L_end:
 @pytest.mark.parametrize(("mode", "seed"), MODES)
 @section("Release and Acquire Patterns")
 def test_turns_between_ctas_keep_their_order(mode: str, seed: int) -> None:
-    """Twenty CTAs, more than run at once, wait for turns that the last CTA of the grid begins."""
+    """Twenty CTAs, more than run at once, take turns in reverse order of the grid."""
     turn, total = np.zeros(1, np.uint32), np.zeros(64, np.uint32)
     run(TURNS, turn, total, grid=(20, 1, 1), block=(64, 1, 1), mode=mode, seed=seed)
     want = 0
@@ -213,8 +216,11 @@ $L_told:
 @pytest.mark.parametrize("how", ["st.async", "atom"])
 @section("st.async", "mbarrier.arrive", "mbarrier support with shared memory")
 def test_writes_to_the_shared_memory_of_the_peer(how: str, mode: str, seed: int) -> None:
-    """st.async completes transactions on the peer's mbarrier; an atomic is followed by a remote arrive
-    (mbarrier.arrive, .shared::cluster)."""
+    """A CTA can write to its peer's shared memory and signal the peer's mbarrier.
+
+    st.async completes transactions on that mbarrier. An atomic is followed by a remote
+    mbarrier.arrive with .shared::cluster.
+    """
     tail = "mbarrier::complete_tx::bytes"
     send = {
         "st.async": f"st.async.shared::cluster.{tail}.u32 [%r8+64], %r9, [%r5];",

@@ -1,4 +1,4 @@
-"""Check TMA and bulk copies: sections cp.async, cp.async.bulk, cp.async.bulk.tensor, st.async."""
+"""Check TMA and bulk copies (PTX ISA: cp.async, cp.async.bulk, cp.async.bulk.tensor, st.async)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELECT = """
 
 
 def tensor_map(x: Any, box: tuple[int, ...], swizzle: int, kind: str) -> bytes:
-    """Return the tensor map of a torch tensor; `box` and dimensions innermost first."""
+    """Return the encoded tensor map of a torch tensor; `box` lists the innermost size first."""
     dims = tuple(x.shape[::-1])
     strides = tuple(s * x.element_size() for s in x.stride()[::-1])
     return encode(TensorMap(x.data_ptr(), kind, x.element_size(), swizzle, dims, strides, box))
@@ -75,7 +75,7 @@ def load_box(x: Any, box: tuple[int, int], at: tuple[int, int], swizzle: int, mo
 
 
 def swizzled(dense: Any, mask: int) -> Any:
-    """Return the bytes of a box as in shared memory: chunk c of 16 bytes at c ^ (c / 8 % ...)."""
+    """Return a box's bytes in shared memory: the 16-byte chunk c is at c ^ ((c >> 3) & mask)."""
     chunks = np.ascontiguousarray(dense).view(np.uint8).reshape(-1, 16)
     out = np.zeros_like(chunks)
     for i in range(len(chunks)):
@@ -92,7 +92,7 @@ def swizzled(dense: Any, mask: int) -> Any:
 def test_tma_load_swizzles_and_fills_with_zeros(
     dtype: torch.dtype, swizzle: int, box: tuple[int, int], mode: str
 ) -> None:
-    """Boxes cross every edge: elements outside are zeros, and count as transferred."""
+    """A TMA box that crosses an edge is filled with zeros, which count as transferred bytes."""
     x = torch.randn(20, 96).to(dtype)
     for at in ((0, 0), (64, 16), (-8, -3), (90, 2)):
         dense = torch.zeros(box[1], box[0], dtype=dtype)
@@ -160,7 +160,7 @@ def test_an_unfinished_bulk_store_is_reported() -> None:
 
 @section("Async-group mechanism", "cp.async.bulk.wait_group")
 def test_adversarial_order_shows_a_store_that_is_not_waited_for() -> None:
-    """The source is overwritten right after the store, which is correct only after a wait."""
+    """Adversarial order exposes a store whose source is overwritten without a wait."""
     after = "{} mov.b32 %r9, 0; st.shared.b32 [dynamic], %r9; st.shared.b32 [dynamic+4], %r9;"
     good = torch.ones(16, 16)
     assert store(
@@ -174,7 +174,7 @@ def test_adversarial_order_shows_a_store_that_is_not_waited_for() -> None:
 
 @section("cp.async.bulk.tensor")
 def test_multicast_reaches_every_cta_of_the_mask() -> None:
-    """.multicast::cluster: the same offsets in data and mbarrier."""
+    """A multicast load writes data and mbarrier at the same offsets in each CTA of the mask."""
     body = (
         init_barriers((0, 1))
         + """
@@ -213,7 +213,7 @@ $L_b:
 
 @section("cp.async.bulk", "cp.async.bulk.commit_group")
 def test_bulk_copies_without_a_map() -> None:
-    """cp.async.bulk: global to shared, to the neighbour's shared memory, to global."""
+    """cp.async.bulk copies from global to shared, to a neighbour's shared, and to global."""
     body = (
         init_barriers((0, 1), (8, 1))
         + """
@@ -257,7 +257,7 @@ $L_c:
 
 @section("cp.async", "cp.async.commit_group", "cp.async.wait_group / cp.async.wait_all")
 def test_cp_async_fills_with_zeros_and_waits_by_group() -> None:
-    """A source size below the copy size leaves zeros."""
+    """cp.async fills with zeros if the source size is below the copy size."""
     body = """
     mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
     ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2;

@@ -1,4 +1,4 @@
-"""Check the cycle model: the arithmetic of FlashAttention-4's tables, and counts of work."""
+"""Check the cycle model against the tables of FlashAttention-4, and the counts of work."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ SQUARE = SIDE * SIDE
 
 
 def test_forward_table() -> None:
-    """The forward reads operands of S from shared memory; O takes P from tensor memory."""
+    """The model gives the forward clocks of FlashAttention-4's table.
+
+    The product for S reads both operands from shared memory; the product for O reads P from tensor
+    memory.
+    """
     scores, output = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
     assert tile([scores, output], SQUARE) == TileClocks(1024, 768, 1024)
 
 
 @pytest.mark.parametrize(("ctas", "shared"), [(1, 3328), (2, 2688)])
 def test_backward_table(ctas: int, shared: int) -> None:
-    """Backward: S, dP and dQ read both operands from shared memory, dV and dK one; dS is stored in
-    16 bits, dQ goes through shared memory in float32 (stored, then read by the bulk reduction)."""
+    """The model gives the backward clocks of FlashAttention-4's table, for one CTA and for a pair.
+
+    S, dP and dQ read both operands from shared memory, dV and dK one. dS is stored in 16 bits. dQ
+    passes through shared memory in float32: it is stored, then read by the bulk reduction.
+    """
     both, one = Product(SIDE, SIDE, SIDE), Product(SIDE, SIDE, SIDE, a_shared=False)
     other = 2 * SQUARE + 2 * 4 * SQUARE
     got = tile([both, both, one, one, both], SQUARE, other_shared_bytes=other, ctas=ctas)
@@ -54,7 +61,7 @@ def test_busy_counts_what_was_executed() -> None:
 
 
 def test_unreached_instructions_are_listed() -> None:
-    """Every thread takes a branch over two instructions."""
+    """Two instructions that every thread branches over are listed as not executed."""
     x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
     skip = (
         "setp.ne.f32 %p1, {a0}, {a0};\n@!%p1 bra $L_on;\nabs.f32 {a0}, {a0};\nneg.f32 {a0}, {a0};\n"

@@ -1,4 +1,4 @@
-"""Kernels of several calls: what a programmatic dependent reads before griddepcontrol.wait."""
+"""Check reads of a programmatic dependent kernel before griddepcontrol.wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT = "griddepcontrol.wait;"
 
 
 def kinds() -> dict[str, set[str]]:
-    """Kinds of the findings of each kernel of a forward and backward on Hopper, in race mode."""
+    """Return the kinds of findings per kernel of a Hopper forward and backward, in race mode."""
     inputs = [torch.randn(1, 1, 140, 64).bfloat16().requires_grad_() for _ in range(3)]
     with emulation.session(mode="race") as session:
         out = attnkit.flex_attention(*inputs, block_mask=masks.causal(), backend="emulate")

@@ -1,4 +1,4 @@
-"""Every fault of the published list is reported as the list says, and no program without one is."""
+"""Check that each fault in the published list is reported as listed, and no correct program is."""
 
 from __future__ import annotations
 

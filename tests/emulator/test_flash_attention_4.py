@@ -1,7 +1,7 @@
 """Run FlashAttention-4's kernels in the emulator, where that package is installed.
 
-It is no dependency of the tests; benchmarks/emulator_flash_attention.py has all cases, and
-benchmarks/results/emulator.jsonl what they gave.
+The package is not a dependency of the tests. benchmarks/emulator_flash_attention.py runs all cases,
+and benchmarks/results/emulator.jsonl holds their results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the host side: linking, capturing launches, packing of arguments."""
+"""Check the host side: linking, capturing launches, and packing arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_the_generated_host_code_decides_the_launch(exe: Executable) -> None:
 def test_an_exception_in_a_launch_is_raised_after_the_call(
     exe: Executable, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ctypes would print it and go on."""
+    """An exception in a launch callback is raised after the call.
+
+    Without special handling, ctypes would print it and continue.
+    """
 
     def interrupted(*_: object) -> None:
         raise error
@@ -64,7 +67,7 @@ def test_no_room_for_the_host_code_is_an_error_of_ours(
 
 
 def test_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The DSL also writes its PTX to a file, which must be in a temporary folder and be removed."""
+    """Compilation leaves no file in the working directory, where the DSL would dump its PTX."""
     monkeypatch.chdir(tmp_path)
     exe = emulator.compile(micro.Ring(), *[simt.vector(Float32)] * 2, options="--gpu-arch sm_90a")
     assert "mbarrier" in exe.ptx
@@ -99,7 +102,7 @@ def test_without_ptx_the_error_says_so() -> None:
 
 
 def test_findings_name_the_source_of_the_kernel(exe: Executable) -> None:
-    """The output has no elements, so the atomic addition is out of bounds, at a line of the DSL."""
+    """The report of an out-of-bounds atomic names its PTX line and its line in the DSL source."""
     out = np.zeros(2, np.int32)[:0]
     with pytest.raises(emulator.KernelFault, match="bounds") as error:
         emulator.run(exe, torch.zeros(7, dtype=torch.int32), out)

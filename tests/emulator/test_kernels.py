@@ -1,4 +1,4 @@
-"""Compare kernels of the CuTe DSL, with their generated host code, with torch."""
+"""Compare kernels of the CuTe DSL, including their generated host code, with torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_block_reduction(arch: str) -> None:
 
 
 def close(got: torch.Tensor, exact: torch.Tensor, same: torch.Tensor) -> None:
-    """Check that the error is at most twice that of the same product in float32."""
+    """Check that the error is at most twice the error of the same product in float32."""
     limit = 2 * float((same.double() - exact).abs().max())
     assert float((got.double() - exact).abs().max()) <= limit
 
@@ -72,7 +72,7 @@ def test_gemm_ampere() -> None:
 
 
 def gemm_hopper() -> tuple[Executable, Any, Any, Any]:
-    """Return the kernel and operands with three laps of the ring and ragged edges."""
+    """Return the Hopper kernel with ragged operands that need three laps of the ring."""
     column = cute.runtime.make_fake_compact_tensor(
         Float32,
         (cute.sym_int(), cute.sym_int(divisibility=4)),

@@ -1,4 +1,4 @@
-"""What agents of the race detector know: joins, what a single lane hands on, fences by scope."""
+"""Check which writes an agent of the race detector knows: joins, single lanes, scoped fences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def knowledge(draw: st.DrawFn, cluster: int = 0) -> Knowledge:
 
 
 def content(k: Knowledge | None) -> tuple[object, ...]:
-    """What a barrier hands on of it."""
+    """Return the parts of a `Knowledge` that a barrier passes on, as comparable values."""
     assert k is not None
     foreign = {c: t[:TENSOR].tolist() for c, t in k.foreign.items()}
     return k.cluster, k.table[:TENSOR].tolist(), foreign, k.grids

@@ -1,4 +1,4 @@
-"""Compare products of mma and wgmma with float64, with fragments spelled out from the PTX ISA.
+"""Compare mma and wgmma products with float64, with fragments built from the PTX ISA's tables.
 
 Sections mma.sync ("Matrix Fragments for mma.m16n8k...") and wgmma ("Register Fragments", "Shared
 Memory Matrix Layout").
@@ -26,7 +26,7 @@ from tests.emulator.sections import ours, section
 
 
 def a_fragment(raw: Any, k: int) -> Any:
-    """Arrange the bytes of A as [32 lanes, registers], in the order of the ISA's tables."""
+    """Return the registers of A, [32 lanes, registers], in the order of the ISA's tables."""
     item = raw.shape[-1]
     per = 4 // item  # elements of a register
     out = []
@@ -42,7 +42,7 @@ def a_fragment(raw: Any, k: int) -> Any:
 
 
 def b_fragment(raw: Any, k: int) -> Any:
-    """Arrange B [k, n] by columns: a lane holds column lane >> 2."""
+    """Return the registers of B [k, n]; a lane holds column lane >> 2."""
     item = raw.shape[-1]
     per = 4 // item
     out = []
@@ -56,7 +56,7 @@ def b_fragment(raw: Any, k: int) -> Any:
 
 
 def c_fragment(c: Any) -> Any:
-    """Arrange [16, 8] as [32, 4]."""
+    """Return the elements of C [16, 8] by lane, [32, 4]."""
     lane = np.arange(32)
     row, col = lane >> 2, 2 * (lane % 4)
     return np.stack([c[row, col], c[row, col + 1], c[row + 8, col], c[row + 8, col + 1]], 1)
@@ -123,7 +123,7 @@ def wgmma_text(n: int, k: int, kind: str, acc: str, a: str, b: str, major: str) 
 
 
 def d_fragment(d: Any) -> Any:
-    """Arrange [64, n] as [128 lanes, n / 2]."""
+    """Return the elements of D [64, n] by thread of the warpgroup, [128, n / 2]."""
     lanes = []
     for t in range(128):
         row = 16 * (t // 32) + (t % 32) // 4
@@ -182,7 +182,7 @@ def test_wgmma_with_a_in_registers_and_b_mn_major() -> None:
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
 @section("Asynchronous Multiply-and-Accumulate Instruction: wgmma.mma_async")
 def test_a_group_of_wgmma_goes_in_order(mode: str) -> None:
-    """A product that overwrites discards what the products before it accumulated."""
+    """The products of a wgmma group run in order: one that overwrites discards earlier sums."""
     a, ra = values("bf16", 64, 16)
     b, rb = values("bf16", 32, 16)
     image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
@@ -204,7 +204,7 @@ def test_a_group_of_wgmma_goes_in_order(mode: str) -> None:
 @pytest.mark.parametrize("n", [8, 64, 128, 248])
 @ours
 def test_wgmma_has_the_same_bits_in_every_mode(n: int) -> None:
-    """Products round alike whether the four warps run together or one by one."""
+    """wgmma rounds equally whether its four warps run together or one by one."""
     _, ra = values("bf16", 64, 16)
     _, rb = values("bf16", n, 16)
     image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])
@@ -225,7 +225,7 @@ def test_wgmma_has_the_same_bits_in_every_mode(n: int) -> None:
 )
 @ours
 def test_warps_may_part_while_a_wgmma_is_under_way(mode: str, before: str) -> None:
-    """Warp 2 waits for an mbarrier on which the others arrive; then all warps go on separately."""
+    """Warps may diverge around a wgmma: warp 2 waits for an mbarrier that the others signal."""
     a, ra = values("bf16", 64, 16)
     b, rb = values("bf16", 16, 16)
     image = np.concatenate([core_image(ra, 128, 256), core_image(rb, 128, 256)])

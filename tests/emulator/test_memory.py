@@ -1,6 +1,6 @@
 """Check state spaces, vectors, atomics and matrix moves.
 
-Sections ld, st, atom, red, ldmatrix, stmatrix.
+PTX ISA sections: ld, st, atom, red, ldmatrix, stmatrix.
 """
 
 from __future__ import annotations
@@ -123,8 +123,10 @@ ONE_BY_ONE = {
 @pytest.mark.parametrize("space", ["global", "shared"])
 @ours
 def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
-    """Lanes in order of their number, wherever the addresses of several are the same: the PTX ISA
-    leaves the order open, and a GPU takes another."""
+    """Atomics of a warp act in the order of the lanes, wherever addresses coincide.
+
+    The PTX ISA leaves this order open, and a GPU uses another.
+    """
     rng = np.random.default_rng(places)
     start = rng.integers(0, 50, 64).astype(np.uint32)
     where = (rng.permutation(64) % places).astype(np.uint32)
@@ -159,7 +161,7 @@ def test_atomics_act_one_by_one(how: str, places: int, space: str) -> None:
 
 @section("red")
 def test_reductions_of_vectors_and_packed_halves() -> None:
-    """Each lane adds four floats at its own address; all lanes add pairs of bf16 at one."""
+    """Vector reductions add four floats per lane; bf16x2 reductions of all lanes add up."""
     body = """
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
     mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.s64 %d4, %d1, %d3;
@@ -179,7 +181,7 @@ def test_reductions_of_vectors_and_packed_halves() -> None:
     "Warp-level matrix load instruction: ldmatrix", "Warp-level matrix store instruction: stmatrix"
 )
 def test_ldmatrix_and_stmatrix_fragments(trans: bool) -> None:
-    """Lane t holds row t // 4, columns 2 (t % 4) and + 1 of each matrix; .trans swaps them."""
+    """Lane t holds row t // 4, columns 2 (t % 4) and + 1 of each matrix; .trans transposes."""
     t = ".trans" if trans else ""
     body = f"""
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d9, [p2];
@@ -261,7 +263,7 @@ def test_a_report_says_where() -> None:
 
 @section("ld", "Vectors")
 def test_vectors_of_64_bits_from_shared_memory() -> None:
-    """Each register of the vector is whole: here as two floats (add.f32x2, sm_100)."""
+    """A 64-bit vector load from shared memory fills whole registers (read by add.f32x2)."""
     body = """
     mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
     ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2;
@@ -283,7 +285,11 @@ def test_vectors_of_64_bits_from_shared_memory() -> None:
 )
 @ours
 def test_arrays_below_4_gib_are_global_memory() -> None:
-    """Some interpreters have their heap there, where generic addresses of shared memory are too."""
+    """Arrays below 4 GiB are read as global memory, not as shared memory.
+
+    Some Python interpreters have their heap there. Generic addresses of shared memory are in the
+    same range.
+    """
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -304,7 +310,10 @@ def test_arrays_below_4_gib_are_global_memory() -> None:
 
 @ours
 def test_an_element_that_a_wide_load_reads_and_nothing_uses_needs_no_value() -> None:
-    """Compilers load a vector of four where three are needed."""
+    """A wide load may read an unwritten element if nothing uses that element.
+
+    Compilers load a vector of four where three are needed.
+    """
     body = """
     mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
     st.shared.v2.b32 [%r4], {%r1, %r2}; st.shared.b32 [%r4+8], %r1;

@@ -1,4 +1,4 @@
-"""Check two CTAs that share their loads: each fills half of every stage, for both."""
+"""Check two CTAs that share their loads: each loads half of every stage for both."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NEXT = "add.s32 %r4, %r4, 1; setp.lt.u32 %p5, %r4, {tiles}; @%p5 bra $L_{loop};"
 
 
 def sharing(ready: str, announced: int = SIZE, mask: int = 3) -> str:
-    """Return a kernel of two CTAs.
+    """Return a kernel for two CTAs that share their loads.
 
-    Warp 0 loads half of every tile of p0 to both CTAs; warp 1 stores what arrives to p1.
+    Warp 0 loads half of every tile of p0 into both CTAs. Warp 1 stores what arrives to p1.
     """
     load = (
         STAGE
@@ -92,7 +92,7 @@ READY_WAIT = wait(f"%r8+{READY}", "%r9", "ready")
 
 
 def shared(body: str, mode: str, seed: int = 0) -> tuple[Any, bool]:
-    """Return the report, and whether both CTAs have stored all tiles."""
+    """Run a kernel; return its report, and whether both CTAs stored all tiles correctly."""
     x = np.random.default_rng(0).integers(1, 1 << 30, (TILES, SIZE // 4), dtype=np.uint32)
     out = np.zeros((2, *x.shape), np.uint32)
     launch = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "block": (64, 1, 1), "shared": 2048}
@@ -101,7 +101,7 @@ def shared(body: str, mode: str, seed: int = 0) -> tuple[Any, bool]:
 
 
 def faults(body: str) -> set[str]:
-    """Return what each mode reports about a kernel; "results" where these are wrong."""
+    """Return the kinds of findings over all modes; "results" stands for wrong results."""
     found = set()
     for mode, seed in MODES:
         report, right = shared(body, mode, seed)

@@ -1,4 +1,4 @@
-"""Check what a report names: role of the warps, lines of PTX and kernel, barrier and its state."""
+"""Check what a report names: warp roles, lines of PTX and kernel, the barrier and its state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"
 
 
 def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inject one fault into the forward kernel, however it is obtained."""
+    """Patch compilation so that the forward kernel has one fault."""
     whole = kernel.CompiledKernel.executable
 
     def executable(self: kernel.CompiledKernel) -> Executable:
@@ -63,7 +63,7 @@ def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return exe.with_ptx(text)
 
     monkeypatch.setattr(kernel.CompiledKernel, "executable", executable)
-    # what is kept of it must be gone with the fault
+    # the cached executable must not outlive the fault
     monkeypatch.setattr(emulator_runs, "_executables", weakref.WeakKeyDictionary())
 
 

@@ -1,4 +1,4 @@
-"""Check that every test of a semantic says where the PTX ISA specifies it."""
+"""Check that every test of PTX semantics names the sections of the PTX ISA that specify them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check shared memory in the timeline: each booking is served once, in the first free clocks."""
+"""Check the shared memory port of the timeline: bookings get the first free clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BOOKINGS = st.lists(
 def test_clocks_are_those_of_a_list_of_free_ones(
     bookings: list[tuple[int, int, int]], gaps: bool
 ) -> None:
-    """Compare with a set of taken clocks; `now` advances by the first number of each booking."""
+    """Bookings end as in a model that keeps a set of taken clocks.
+
+    `now` advances by the first number of each booking.
+    """
     port, taken, now = SharedMemoryPort(gaps), set[int](), 0
     for passed, later, clocks in bookings:
         now += passed

@@ -1,4 +1,4 @@
-"""Compare products of tcgen05 with float64, with the tensor memory layouts of the PTX ISA.
+"""Compare tcgen05 products with float64, in the tensor memory layouts of the PTX ISA.
 
 Section tcgen05 ("Data path layouts", tcgen05.ld).
 """
@@ -59,7 +59,7 @@ COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 def tcgen05(
     kind: str, m: int, n: int, shape: str = "32x32b", mode: str = "eager", commit: str = COMMIT
 ) -> tuple[Any, Any, Any]:
-    """Run a product; return (report, registers [128, r], A B^T times 2)."""
+    """Run two accumulating products; return (report, registers [128, r], 2 A B^T)."""
     fmt = {"bf16": 1, "f16": 0, "tf32": 2, "e4m3": 0, "e5m2": 1, "s8": 1}[kind]
     group = {"bf16": "f16", "f16": "f16", "tf32": "tf32", "s8": "i8"}.get(kind, "f8f6f4")
     item = 4 if kind == "tf32" else 2 if "f16" in kind else 1
@@ -95,7 +95,7 @@ def tcgen05(
     "tcgen05.mma",
 )
 def test_tcgen05_products(kind: str, mode: str) -> None:
-    """M=128: row r of D is lane r, column c is column c."""
+    """For M=128, row r of D is in lane r and column c in column c of tensor memory."""
     report, out, want = tcgen05(kind, 128, 16, mode=mode)
     assert report.findings == ()
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
@@ -103,7 +103,7 @@ def test_tcgen05_products(kind: str, mode: str) -> None:
 
 @section("Layout F (M = 64 + non .ws mode)")
 def test_tcgen05_of_64_rows() -> None:
-    """M=64: row r is lane 32 (r / 16) + r % 16."""
+    """For M=64, row r of D is in lane 32 (r / 16) + r % 16 of tensor memory."""
     report, out, want = tcgen05("bf16", 64, 16)
     assert report.findings == ()
     np.testing.assert_allclose(
@@ -114,7 +114,10 @@ def test_tcgen05_of_64_rows() -> None:
 @pytest.mark.parametrize("shape", ["16x128b", "16x256b"])
 @section("Matrix fragments for shape .16x128b", "Matrix fragments for shape .16x256b", "tcgen05.ld")
 def test_tcgen05_ld_shapes(shape: str) -> None:
-    """Lane t reads row t / 4 (and + 8); columns t % 4 of four, or 2 (t % 4) + {0, 1} of eight."""
+    """The 16x128b and 16x256b shapes of tcgen05.ld give each lane the documented elements.
+
+    Lane t reads rows t / 4 (and + 8), and columns t % 4 of four, or 2 (t % 4) + {0, 1} of eight.
+    """
     report, out, want = tcgen05("bf16", 128, 16, shape)
     assert report.findings == ()
     for w in range(4):

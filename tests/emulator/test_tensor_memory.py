@@ -1,4 +1,4 @@
-"""Check tensor memory beyond one plain product: CTA pairs, A in tensor memory, copies, refusals.
+"""Check tensor memory: products of CTA pairs, A in tensor memory, copies, refusals.
 
 PTX ISA, "TensorCore 5th Generation Family Instructions": "CTA Pair", "Issue Granularity", "Data Path
 Layout Organization", "Matrix Shape", tcgen05.alloc, tcgen05.cp, tcgen05.mma, tcgen05.commit.
@@ -68,7 +68,7 @@ SINGLE = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 
 
 
 def per_cta(text: str) -> str:
-    """Return `COPY_IN` for the part of the operand that belongs to the CTA."""
+    """Return `text` with p0 replaced by the part of the operand for the executing CTA."""
     own = "mov.u32 %r82, %ctaid.x; mul.wide.u32 %d15, %r82, 16384; add.s64 %d1, %d1, %d15;"
     return text.replace("ld.param.u64 %d1, [p0];", f"ld.param.u64 %d1, [p0]; {own}")
 
@@ -77,7 +77,11 @@ def run_kernel(
     images: list[Any], work: str, columns: int, group: int, *, mode: str = "eager", before: str = "",
     at: int = 0, edit: tuple[str, str] = ("", ""), block: int = 128,
 ) -> tuple[Report, Any]:  # fmt: skip
-    """Run `work` in one thread. Returns (report, tensor memory [CTA, lane, column] as bits)."""
+    """Run `work` in one thread and read the accumulator back.
+
+    Returns:
+        The report, and tensor memory as bits, [CTA, lane, column].
+    """
     regs = ", ".join(f"%r{100 + i}" for i in range(columns))
     store = "".join(f"st.global.b32 [%d22+{4 * i}], %r{100 + i};" for i in range(columns))
     finish = FINISH.replace("BYTES", str(4 * columns)).replace("COUNT", str(columns))
@@ -104,7 +108,7 @@ def run_kernel(
 
 
 def product(m: int, n: int, kind: str, group: int, a: str = "%d12", lane: int = 0) -> str:
-    """Return two products into the same accumulator, of which the second adds."""
+    """Return code of two products into one accumulator; the second one adds."""
     name, number, d = IDESC[kind]
     idesc = d << 4 | number << 7 | number << 10 | n // 8 << 17 | m // 16 << 24
     one = f"tcgen05.mma.cta_group::{group}.kind::{name} [%r83], {a}, %d13, %r95, %p7;"
@@ -115,7 +119,7 @@ def product(m: int, n: int, kind: str, group: int, a: str = "%d12", lane: int = 
 
 
 def operands(m: int, n: int, kind: str, ctas: int) -> tuple[list[Any], Any, Any]:
-    """Return (images of shared memory by CTA: its rows of A and of B; bytes of A; 2 A B^T)."""
+    """Return (shared memory of each CTA: its rows of A and B; bytes of A; 2 A B^T)."""
     item = {"bf16": 2, "f16": 2, "tf32": 4}.get(kind, 1)
     a, ra = values(kind, m, 32 // item)
     b, rb = values(kind, n, 32 // item)
@@ -136,8 +140,11 @@ def close(got: Any, want: Any) -> None:
 )
 @section("CTA Pair", "Layout A (M = 256)", "tcgen05.commit")
 def test_a_pair_of_256_rows(n: int, kind: str, mode: str) -> None:
-    """Layout A: row r of CTA c's half is lane r; each CTA has half of the rows of A and of B, and
-    the whole width of D. One commit tells both (tcgen05.commit, .multicast::cluster)."""
+    """A CTA pair computes M=256 in layout A, and one commit signals both CTAs.
+
+    Row r of a CTA's half is in lane r. Each CTA has half of the rows of A and of B, and the whole
+    width of D.
+    """
     images, _, want = operands(256, n, kind, 2)
     report, out = run_kernel(images, product(256, n, kind, 2), n, 2, mode=mode)
     assert report.findings == ()
@@ -147,7 +154,10 @@ def test_a_pair_of_256_rows(n: int, kind: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @section("Layout B (M = 128 + cta-group::2 + Dense A matrix)")
 def test_a_pair_of_128_rows(mode: str) -> None:
-    """Layout B: 64 rows a CTA; the second half of the columns lies in lanes 64 to 127."""
+    """A CTA pair computes M=128 in layout B.
+
+    Each CTA has 64 rows, and the second half of the columns is in lanes 64 to 127.
+    """
     images, _, want = operands(128, 32, "bf16", 2)
     report, out = run_kernel(images, product(128, 32, "bf16", 2), 16, 2, mode=mode)
     assert report.findings == ()
@@ -171,7 +181,7 @@ STORE_A = """
 
 
 def with_lanes(images: list[Any], ra: Any, lanes: list[int]) -> list[Any]:
-    """Return the images with A's rows by lane of tensor memory (-1: none), for `STORE_A`."""
+    """Return the images with row `lanes[i]` of A stored for lane i of tensor memory (-1: none)."""
     out = []
     for image, part in zip(images, np.split(ra, len(images)), strict=True):
         rows = words(part.reshape(len(part), -1)).view(np.uint8)
@@ -188,8 +198,11 @@ def with_lanes(images: list[Any], ra: Any, lanes: list[int]) -> list[Any]:
 @pytest.mark.parametrize(("m", "group"), [(128, 1), (64, 1), (256, 2), (128, 2)])
 @section("tcgen05.mma", "Data Path Layout Organization")
 def test_a_in_tensor_memory(m: int, group: int, mode: str) -> None:
-    """32 bytes of a row are 8 columns of its lane. M=64: 16 lanes of every quarter; M=128 of a pair:
-    the upper 64 lanes hold A once more."""
+    """Products with A in tensor memory are correct; 32 bytes of a row are 8 columns of its lane.
+
+    For M=64, A uses 16 lanes of every quarter. For M=128 of a pair, the upper 64 lanes hold A once
+    more.
+    """
     n = 32
     images, ra, want = operands(m, n, "bf16", group)
     rows, lane = m // group, np.arange(128)
@@ -214,7 +227,7 @@ def test_a_in_tensor_memory(m: int, group: int, mode: str) -> None:
 
 @section("Layout F (M = 64 + non .ws mode)", "Data Path Layout Organization")
 def test_half_of_the_lanes_may_start_at_16() -> None:
-    """Layout F (M=64) with lane alignment 16; other layouts start at lane 0."""
+    """Layout F (M=64) may start at lane 16; other layouts must start at lane 0."""
     images, _, want = operands(64, 16, "bf16", 1)
     report, out = run_kernel(images, product(64, 16, "bf16", 1, lane=16), 16, 1)
     assert report.findings == ()
@@ -229,8 +242,11 @@ def test_half_of_the_lanes_may_start_at_16() -> None:
 )
 @section("tcgen05.cp")
 def test_copies_to_tensor_memory(shape: str, group: int, mode: str) -> None:
-    """tcgen05.cp: row r of shared memory goes to lane r, with .warpx4 32 rows to all four quarters;
-    cta_group::2 fills both CTAs, each from its own shared memory."""
+    """tcgen05.cp copies row r of shared memory to lane r of tensor memory.
+
+    With .warpx4, 32 rows go to all four quarters. With cta_group::2, each CTA is filled from its
+    own shared memory.
+    """
     rows, bits = (int(x) for x in shape.split("b")[0].split("x"))
     images, ra, _ = operands(256 if group == 2 else 128, 32, "bf16", group)
     work = f"tcgen05.cp.cta_group::{group}.{shape} [%r93], %d12;"
@@ -251,7 +267,7 @@ def test_a_commit_that_only_one_cta_gets_leaves_the_other_waiting() -> None:
 
 @section("tcgen05.alloc, tcgen05.dealloc, tcgen05.relinquish_alloc_permit", "Issue Granularity")
 def test_both_ctas_allocate_alike() -> None:
-    """With cta_group::2 one warp of each CTA of the pair performs it."""
+    """Both CTAs of a pair must allocate the same number of columns."""
     images, _, _ = operands(256, 32, "bf16", 2)
     edit = ("mov.b32 %r92, 64;", "shl.b32 %r92, 64, %r80;")
     report, _ = run_kernel(images, product(256, 32, "bf16", 2), 32, 2, edit=edit)
@@ -281,7 +297,7 @@ def test_allocations_must_not_grow() -> None:
 
 @section("Issue Granularity")
 def test_the_peer_must_not_have_exited() -> None:
-    """The peer CTA must be active while a pair's product is issued."""
+    """A product of a CTA pair is an error if the peer CTA has exited."""
     images, _, _ = operands(256, 32, "bf16", 2)
     leave = "setp.ne.s32 %p8, %r80, 0; @%p8 exit;\n"
     edit = ("setp.ne.s32 %p8, %r80, 0;", leave + "nanosleep.u32 20; nanosleep.u32 20;")
@@ -327,7 +343,10 @@ def test_what_is_not_implemented_is_refused_by_name(text: str) -> None:
 
 @section("Instruction Descriptor")
 def test_a_format_that_is_not_implemented_is_refused_when_it_runs() -> None:
-    """Element formats stand in the descriptor, a run-time value: e2m1 is number 5."""
+    """An element format that is not implemented is refused at run time.
+
+    The format is part of the instruction descriptor, which is a run-time value; 5 is e2m1.
+    """
     images, _, _ = operands(128, 16, "e4m3", 1)
     first, rest = product(128, 16, "e4m3", 1).split(";", 1)
     report, _ = run_kernel(images, f"{first}; or.b32 %r95, %r95, {5 << 7};{rest}", 16, 1)

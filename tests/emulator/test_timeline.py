@@ -1,4 +1,4 @@
-"""Check the timeline: schedules of straight-line code, queues, waits, and its picture."""
+"""Check the timeline: schedules of straight-line code, queues, waits, and the picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOPPER = rates_of("sm_90a")
 
 
 def scheduled(body: str, pace: Pace | None = None) -> Segment:
-    """Return the body's own instructions on Hopper; %r90 varies from thread to thread."""
+    """Return the Hopper schedule of straight-line code; %r90 differs between threads."""
     body = f"mov.u32 %r90, %tid.x;\n{body}"
     (made,) = parse(kernel(body, "")).values()
     code = made.blocks[0]
@@ -33,7 +33,7 @@ def floats(op: str, n: int) -> str:
 
 
 def test_the_unit_with_the_lowest_rate_sets_the_time() -> None:
-    """16 special-function lanes in four parts: a warp's instruction takes 8 clocks."""
+    """Ten exponentials of a warp take 8 clocks each, the rate of the special-function unit."""
     s = scheduled(floats("ex2.approx.f32", 10))
     assert s.clocks == 80
     assert s.units == {"issue": 10, "special": 80}
@@ -64,7 +64,7 @@ def test_uniform_arithmetic_takes_only_its_turn() -> None:
 
 
 def test_tensor_memory_answers_after_the_transfer() -> None:
-    """A warp's load or store takes a clock per column; a wait takes shared memory's latency."""
+    """tcgen05.ld and st take a clock per column; their wait takes shared memory's latency."""
     body = """
     mov.u32 %r90, %tid.x;
     tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r1, %r2}, [%r80];
@@ -98,7 +98,7 @@ CODE = st.lists(
 def test_a_schedule_lies_between_its_bounds(
     code: list[tuple[str, int, int, int]], step: float, hold: float
 ) -> None:
-    """It is no shorter than its busiest unit, and no longer than all instructions in series."""
+    """A schedule takes at least its busiest unit's time and at most all instructions in series."""
     names = [f"%r{i}" for i in range(12)] + ["%r90"]
     body = "\n".join(o.format(d=names[d % 12], a=names[a], b=names[b]) for o, d, a, b in code)
     s = scheduled(body, Pace(step, hold))
@@ -147,7 +147,7 @@ $L_second:
 
 
 def test_a_wait_ends_after_the_last_arrival() -> None:
-    """The second warp does its 400 clocks after those of the first."""
+    """A warp that waits for an mbarrier starts its 400 clocks after the other warp's arrival."""
     c = emulator.Constants()
     t = predict(HAND_OVER, block=(64, 1, 1), shared=1024)
     assert 800 + c.barrier < t.clocks < 900 + c.barrier
@@ -174,7 +174,7 @@ def test_a_waiting_warp_continues_while_the_arriving_one_works(first: str) -> No
 
 
 def product(n: int, k_steps: int, groups: int = 1) -> str:
-    """Return `groups` groups of `k_steps` products of 64 x n x 16, for one warpgroup, all zeros."""
+    """Return code of `groups` groups of `k_steps` 64 x n x 16 wgmma products of zeros."""
     regs = ", ".join(f"%r{i + 1}" for i in range(n // 2))
     one = (
         f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{regs}}}, %d10, %d10, %p1, 1, 1, "
@@ -194,7 +194,7 @@ def product(n: int, k_steps: int, groups: int = 1) -> str:
 
 @pytest.mark.parametrize(("n", "steps"), [(128, 16), (64, 40)])
 def test_products_queue_for_the_tensor_cores(n: int, steps: int) -> None:
-    """64 x n x 16 at 4096 FLOP a clock: n / 2 clocks each."""
+    """wgmma products queue and take n / 2 clocks each (64 x n x 16 at 4096 FLOP a clock)."""
     t = predict(product(n, steps), block=(128, 1, 1), shared=32768)
     assert t.units["tensor"] == steps * n / 2
     assert t.tensor.clocks("busy") == steps * n / 2
@@ -211,7 +211,7 @@ def test_two_warpgroups_share_the_tensor_cores() -> None:
 
 
 def test_code_is_slower_while_tensor_cores_are_busy() -> None:
-    """The exponentials stand behind the last issue; the pipe is busy for 64 clocks per product."""
+    """Other instructions are slower by the factor `hold` while tensor cores are busy."""
     body = product(128, 40).replace("wgmma.wait_group.sync.aligned 0;\n", "")
     code = "".join(f"ex2.approx.f32 %r{i + 100}, %r92;\n" for i in range(50))
     body = "mov.u32 %r92, %tid.x;\n" + body + code + "wgmma.wait_group.sync.aligned 0;\n"
@@ -222,7 +222,7 @@ def test_code_is_slower_while_tensor_cores_are_busy() -> None:
 
 
 def test_copies_queue_for_the_memory_system() -> None:
-    """One thread asks for eight times 8 KB, then waits for all."""
+    """Eight 8 KB bulk copies of one thread queue for memory bandwidth."""
     copies = "".join(
         f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [dynamic+{1024 + 8192 * i}],"
         " [%d1], 8192, [dynamic];\n"
@@ -244,7 +244,7 @@ def test_copies_queue_for_the_memory_system() -> None:
 
 
 def test_tensor_memory_products_end_at_their_commit() -> None:
-    """128 x 128 x 16 on sm_100, twenty times: 64 clocks each at 8192 FLOP a clock."""
+    """tcgen05 products take 64 clocks each (128 x 128 x 16 at 8192 FLOP a clock), until commit."""
     mma = "tcgen05.mma.cta_group::1.kind::f16 [%r1], %d10, %d10, %r2, %p1;\n"
     body = f"""
     {init_barriers((0, 1))}

@@ -31,7 +31,7 @@ $L_skip:
 
 
 def shfl(mode: str, b: int, c: int) -> Any:
-    """Compute shfl.sync for one warp, by the pseudo code of its section."""
+    """Compute shfl.sync for one warp by the pseudocode in the PTX ISA."""
     out = []
     for lane in range(32):
         segmask, cval, bval = (c >> 8) & 31, c & 31, b & 31
@@ -99,7 +99,7 @@ def test_match_any() -> None:
 
 @section("Divergence of Threads in Control Constructs", "bra")
 def test_divergent_loops_meet_again() -> None:
-    """Each lane loops its own number of times; a shuffle afterwards sees all lanes."""
+    """Lanes that loop different numbers of times reconverge before a shuffle."""
     text = """
     and.b32 %r1, {a0}, 7;
     mov.b32 %r2, 0;
@@ -150,7 +150,7 @@ def test_a_block_need_not_be_full_warps() -> None:
 @pytest.mark.parametrize("mode", ["eager", "adversarial", "race"])
 @section("bar.warp.sync")
 def test_lanes_meet_at_bar_warp_sync(mode: str) -> None:
-    """Lanes of both sides of a branch meet, each at an instruction of its own."""
+    """Lanes on both sides of a branch synchronize at different bar.warp.sync instructions."""
     body = """
     mov.u32 %r1, %tid.x; and.b32 %r3, %r1, 31; mov.b32 %r20, dynamic;
     and.b32 %r2, %r1, 96; shl.b32 %r4, %r1, 2; add.s32 %r5, %r20, %r4;

@@ -1,6 +1,7 @@
-"""Values that no argument of attnkit expects, by kind; each entry builds a new value.
+"""Provide values that no argument of attnkit expects, by kind.
 
-An error that is raised in this file comes from a function of a user, and may pass through attnkit.
+Each entry is a function that builds a new value. An error raised in this file counts as raised by a
+function of the user, which may pass through attnkit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Pool: TypeAlias = dict[str, Callable[[], Any]]
 
 
 class Raising:
-    """Raises from most protocols of Python."""
+    """Object that raises an error from most Python protocols."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no attribute {name}")
@@ -53,11 +54,11 @@ class Raising:
 
 
 class PlainSubclass(Tensor):
-    """A tensor subclass without methods of its own."""
+    """Tensor subclass without methods of its own."""
 
 
 class RaisingSubclass(Tensor):
-    """A tensor subclass on which every torch function fails."""
+    """Tensor subclass for which every torch function raises an error."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -70,7 +71,7 @@ def _no_module(f: Any) -> Any:
 
 
 def _executed(text: str, scope: dict[str, Any] | None = None) -> Any:
-    """Define the function `f` in a scope that has no name and perhaps no builtins."""
+    """Return the function `f` that `text` defines, executed in a scope without a module name."""
     scope = {} if scope is None else scope
     exec(text, scope)
     return scope["f"]
@@ -134,7 +135,7 @@ def _swapped_code() -> Any:
 
 
 def _reads(table: Callable[[], Any], how: Callable[[Any, Any, Any], Any]) -> Callable[[], Any]:
-    """Return a builder of a function that works with a table; it serves as mask and as score_mod."""
+    """Return a builder of a mask and score_mod function that applies `how` to a table."""
 
     def build() -> Any:
         t = table()
@@ -454,7 +455,7 @@ POOLS: dict[str, Pool] = {
 
 
 def draw(random: Random, likely: tuple[str, ...]) -> tuple[str, Callable[[], Any]]:
-    """Draw a value: two times in three of the likely kinds; return its name and its builder."""
+    """Draw a value, with probability 2/3 of a kind in `likely`; return its name and its builder."""
     kind = random.choice(likely) if random.random() < 2 / 3 else random.choice(list(POOLS))
     name = random.choice(list(POOLS[kind]))
     return f"{kind} {name}" if kind in ("tensor", "function", "block mask") else name, (

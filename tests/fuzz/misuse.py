@@ -1,11 +1,11 @@
-"""Misused calls of every public name: each must succeed or raise an error of attnkit.
+"""Misuse every public name: each call must succeed or raise an error of attnkit.
 
     PYTHONPATH=. python tests/fuzz/misuse.py 10000             # make misuse N=10000
     PYTHONPATH=. python tests/fuzz/misuse.py --only explain 500
     PYTHONPATH=. python tests/fuzz/misuse.py --replay 4711     # one call, with its traceback
 
-A subject is a function with arguments that are right. A misused call replaces one or two of them by
-values from `garbage`. Call number n draws from its own seed, so it can be repeated alone.
+A subject is a function together with valid arguments. A misused call replaces one or two arguments
+by values from `garbage`. Call number n draws from its own seed, so it can be repeated alone.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ OUTCOMES = ("accepted", "refused", "foreign", "hangs")
 
 
 class HangError(BaseException):
-    """Raised in a call that takes too long."""
+    """Raised inside a call that exceeds the time limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says how a misused call ended.
+    """Hold the outcome of one misused call.
 
     Attributes:
-        number: its seed.
+        number: seed of the call.
         subject: name of the function.
         changes: the arguments that were replaced, as text.
         kind: one of `OUTCOMES`.
-        error: what was raised, None if nothing was.
+        error: the error that was raised, or None.
     """
 
     number: int
@@ -65,11 +65,11 @@ class Outcome:
 
 
 def misuse(number: int, subjects: dict[str, Subject] = SUBJECTS) -> Outcome:
-    """Make one misused call.
+    """Make one misused call and return its outcome.
 
     Args:
         number: seed of the draw.
-        subjects: what to call.
+        subjects: functions to choose from, by name.
     """
     random = Random(number)
     name = random.choice(list(subjects))
@@ -99,12 +99,12 @@ def misuse(number: int, subjects: dict[str, Subject] = SUBJECTS) -> Outcome:
 
 
 def _is_users(error: BaseException) -> bool:
-    """Return whether an error was raised by a function of the user, which is in `garbage`."""
+    """Return whether a function in `garbage` raised the error, as a user's function would."""
     return traceback.extract_tb(error.__traceback__)[-1].filename == garbage.__file__
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the last line of this repository that an error passed through."""
+    """Return the last line in the traceback that is in this repository, as "folder/file:line"."""
     if error is None:
         return ""
     own = [
@@ -116,7 +116,7 @@ def _place(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def _limited(seconds: int) -> Iterator[None]:
-    """Raise a HangError in the block after some seconds."""
+    """Raise `HangError` inside the `with` block after `seconds`."""
 
     def expire(*_: Any) -> None:
         raise HangError
@@ -137,7 +137,7 @@ def _silent() -> Iterator[None]:
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """Count the outcomes, and show one call of each kind of failure."""
+    """Format one example of each kind of failure, and the number of calls per outcome."""
     counts = Counter(o.kind for o in outcomes)
     failures: dict[tuple[str, str], list[Outcome]] = {}
     for o in outcomes:
@@ -153,7 +153,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make misused calls; the exit status is 1 if one ended in a foreign error or hung."""
+    """Make misused calls; return 1 if one hung or raised an error that is not attnkit's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

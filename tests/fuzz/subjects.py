@@ -1,4 +1,4 @@
-"""The public functions with arguments that are right, for `misuse` to replace some of them."""
+"""Define the public functions with valid arguments, some of which `misuse` replaces."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEVICE, ANY = ("text", "object"), ("object", "number")
 
 @dataclass(frozen=True)
 class Subject:
-    """Holds a function to misuse.
+    """Hold a function to misuse.
 
     Attributes:
-        call: runs it with a dict of arguments, and uses what it returns.
-        arguments: builds arguments that are right.
-        kinds: argument -> the kinds of garbage that are likely there.
+        call: calls the function with a dict of arguments and uses the result.
+        arguments: builds valid arguments.
+        kinds: the likely kinds of garbage for each argument.
     """
 
     call: Callable[[Mapping[str, Any]], Any]
@@ -80,7 +80,7 @@ def _tensors_of(x: Any) -> list[Tensor]:
 
 
 def _attend(arguments: Mapping[str, Any]) -> None:
-    """Call the operator rightly, then wrongly, twice, and run the backward."""
+    """Call the operator with valid arguments once, then twice with `arguments`, with backwards."""
     right = _flex_arguments()
     attnkit.flex_attention(**right)
     for _ in range(2):
@@ -106,7 +106,7 @@ def _flex_arguments() -> dict[str, Any]:
 
 
 def _functions(arguments: Mapping[str, Any]) -> None:
-    """Call the operator with functions only, where the rest of the call is right."""
+    """Call the operator with `arguments` as score_mod and mask; all other arguments are valid."""
     attnkit.flex_attention(**_inputs(), **arguments).sum().backward()
     attnkit.flex_attention(**_inputs(), **arguments, backend="eager").sum().backward()
 
@@ -257,7 +257,7 @@ def _bias(t: Any) -> Any:
 
 
 def _captured(arguments: Mapping[str, Any]) -> None:
-    """Replace the data of a captured tensor after a call."""
+    """Replace the data of a captured tensor after a call, then call again."""
     t = nn.Parameter(torch.zeros(2, 8))
     mod = _bias(t)
     attnkit.flex_attention(*_inputs().values(), mod).sum().backward()
@@ -270,7 +270,7 @@ def _captured(arguments: Mapping[str, Any]) -> None:
 
 
 def _converted(arguments: Mapping[str, Any]) -> None:
-    """Convert the module that owns a captured parameter after a call."""
+    """Convert the module that owns a captured parameter after a call, then call again."""
     swap = torch.__future__.get_swap_module_params_on_conversion()
     module = nn.Module()
     module.table = nn.Parameter(torch.zeros(2, 8))
@@ -288,7 +288,7 @@ def _converted(arguments: Mapping[str, Any]) -> None:
 
 
 def _transformed(arguments: Mapping[str, Any]) -> None:
-    """Call the operator inside a transform of torch, or differentiate it in another way."""
+    """Call the operator inside a torch transform or with another kind of differentiation."""
     inputs = _inputs()
     query, key, value = inputs.values()
     how, score_mod, mask = arguments["how"], arguments["score_mod"], arguments["block_mask"]

@@ -1,4 +1,4 @@
-"""Some hundred misused calls with fixed seeds; `make misuse` makes ten thousand."""
+"""Make some hundred misused calls with fixed seeds (`make misuse` makes ten thousand)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_no_foreign_error(first: int) -> None:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_right_arguments_are_accepted(name: str) -> None:
-    """Otherwise a misused call would be refused for another reason than its misuse."""
+    """Every subject accepts its valid arguments, except the transforms without a rule."""
     subject = SUBJECTS[name]
     refused = {"vmap", "grad", "jvp", "forward mode", "second derivative", "functionalize"}
     refused |= {"batched gradients", "jacobian"}  # transforms without a rule

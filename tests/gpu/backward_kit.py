@@ -34,7 +34,7 @@ from tests.gpu import cute_kit as kit
 
 @contextmanager
 def poisoned(*, ordered: bool = False) -> Iterator[None]:
-    """Poison memory as `cute_kit.poisoned` does; sums have a fixed order only if `ordered`."""
+    """Poison memory as `cute_kit.poisoned` does, with deterministic sums only if `ordered`."""
     with kit.poisoned(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
         yield
@@ -42,9 +42,9 @@ def poisoned(*, ordered: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """Record each run of the backward kernels inside: whether it was deterministic.
+    """Yield a list to which each run of the backward kernels appends whether it is deterministic.
 
-    One that is made again as an earlier one never is.
+    A relaunched backward never is.
     """
     seen: list[bool] = []
     plain, again = BackwardCall.__call__, BackwardReuse.try_fast_path
@@ -65,7 +65,7 @@ def counted() -> Iterator[list[bool]]:
 
 
 def gradients(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Return output, LSE and all gradients of the GPU kernels, through output and LSE."""
+    """Return output, LSE and all gradients of the GPU kernels, through output and through LSE."""
     inputs = case.inputs(kit.DEVICE)
     out, lse = variant(
         *inputs,
@@ -82,7 +82,7 @@ def gradients(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 
 def kept_by(variant: Variant, case: Case) -> Tensor | None:
-    """Return the dense mask [B, Hq, Sq, Skv], None if everything is kept."""
+    """Return the dense mask [B, Hq, Sq, Skv], or None if everything is kept."""
     mask = variant.trace(torch.device(kit.DEVICE))[1]
     if mask is None:
         return None
@@ -91,7 +91,10 @@ def kept_by(variant: Variant, case: Case) -> Tensor | None:
 
 
 def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
-    """Return what is wrong with gradients; in doubt, sample the dtype's own error more often."""
+    """Return descriptions of wrong gradients.
+
+    While an error is above its limit, further samples of the dtype's own error are drawn.
+    """
     device = torch.device(kit.DEVICE)
     score, kept = variant.trace(device)[0], kept_by(variant, case)
     captured = captured_leaves(score)
@@ -112,7 +115,7 @@ def wrong(found: Quantities, variant: Variant, case: Case) -> list[str]:
 
 
 def _dead(found: Quantities, gold: Quantities, kept: Tensor | None, case: Case) -> list[str]:
-    """Report nonzero gradients of rows that keep nothing and of keys that nobody keeps."""
+    """Return a message for each nonzero gradient of a fully masked row or key."""
     said = []
     dead = gold["lse"] == -torch.inf
     for through in ("", " through lse"):
@@ -129,7 +132,7 @@ def _dead(found: Quantities, gold: Quantities, kept: Tensor | None, case: Case) 
 
 
 def check(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Check that the kernels run where there are any, and that all gradients are exact."""
+    """Check that the backward kernels run for supported head dims and all gradients are exact."""
     ordered = bool(options.get("deterministic"))
     dims = case.head_dim, case.value_dim
     runs = 2 if splice_backward.backward_template(SM90).widths(dims) is not None else 0

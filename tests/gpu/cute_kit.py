@@ -24,7 +24,7 @@ DEVICE, BACKEND = "cuda", "cute"
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill memory that torch allocates inside with NaN, or with the largest integer."""
+    """Fill tensors allocated inside the `with` block with NaN, or with the largest integer."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -40,7 +40,7 @@ def poisoned() -> Iterator[None]:
 
 
 def forward(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Return output and LSE of the GPU kernel."""
+    """Return output and LSE of the GPU kernel, by name."""
     with torch.no_grad():
         out, lse = variant(
             *case.inputs(DEVICE),
@@ -54,13 +54,13 @@ def forward(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense:
-    """Holds what a case should give.
+    """Hold the reference results of a case.
 
     Attributes:
-        variant: what was computed.
-        kept: the dense mask [B, Hq, Sq, Skv], None if everything is kept.
+        variant: the variant that was computed.
+        kept: the dense mask [B, Hq, Sq, Skv], or None if everything is kept.
         gold: output and LSE in float64.
-        rough: the same in the case's dtype.
+        rough: output and LSE in the case's dtype.
     """
 
     variant: Variant
@@ -71,7 +71,7 @@ class Dense:
 
 @torch.no_grad()
 def dense(variant: Variant, case: Case) -> Dense:
-    """Compute dense attention, in float64 and in the case's dtype."""
+    """Compute dense attention in float64 and in the case's dtype."""
     score, mask = variant.trace(torch.device(DEVICE))
     inputs = case.inputs(DEVICE)
     kept = None
@@ -88,7 +88,7 @@ def dense(variant: Variant, case: Case) -> Dense:
 
 
 def dense_row(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute output and LSE of one row, with the weights in the inputs' dtype."""
+    """Compute output and LSE of one row, with the softmax weights in the inputs' dtype."""
     scores = (query @ key.T).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores * query.shape[-1] ** -0.5
     return (scores.softmax(-1).to(value.dtype) @ value)[0].double(), scores.logsumexp(-1)[0]
@@ -103,9 +103,9 @@ def _typical(t: Tensor) -> float:
 
 
 def _excesses(found: Quantities, gold: Quantities, samples: list[Quantities]) -> list[str]:
-    """Report errors, the largest and the root mean square, above twice those that the dtype gives.
+    """Return a message for each largest or rms error above twice the dtype's own error.
 
-    Where a sample is exact by luck, half a unit in the last place counts as its error.
+    If a sample is exact by chance, half a unit in the last place counts as its error.
     """
     said = []
     for name, expected in gold.items():
@@ -122,7 +122,10 @@ def _excesses(found: Quantities, gold: Quantities, samples: list[Quantities]) ->
 
 
 def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
-    """Return what is wrong with a result; in doubt, sample the dtype's own error more often."""
+    """Return descriptions of wrong results.
+
+    While an error is above its limit, further samples of the dtype's own error are drawn.
+    """
     samples = [expected.rough]
     said = _excesses(found, expected.gold, samples)
     for i in range(1, SAMPLES + 1):
@@ -142,7 +145,7 @@ def wrong(found: Quantities, expected: Dense, case: Case) -> list[str]:
 
 
 def check(variant: Variant, case: Case, **options: Any) -> Quantities:
-    """Check that a call is exact and repeatable, and marks rows that keep nothing."""
+    """Check that a call is exact and repeatable, and that fully masked rows have LSE -inf."""
     with poisoned():
         found = forward(variant, case, **options)
     again = forward(variant, case, **options)
@@ -156,9 +159,9 @@ def check(variant: Variant, case: Case, **options: Any) -> Quantities:
 
 
 def on_device(variant: Variant) -> Variant:
-    """Build a drawn variant again, with its captured tensors on the device.
+    """Rebuild a drawn variant with its captured tensors on the device.
 
-    Drawn variants remember the source that makes them, so that is run again.
+    The source that drawn variants keep is executed again with the device as default.
     """
     text = definition(variant).replace("torch.Generator()", f"torch.Generator({DEVICE!r})")
     scope: dict[str, Any] = {"torch": torch, "Variant": Variant, "__name__": __name__}
@@ -181,7 +184,7 @@ def _grown(key: Tensor) -> Tensor:
     return factors[:, None].to(key.dtype)
 
 
-# What the running maximum of a row does as the keys go by.
+# ways in which the running maximum of a row can move along the keys
 DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "negative": _negative,  # every score far below zero
     "steep": _steep,  # scores of a few hundred: almost all weight on one key
@@ -194,7 +197,7 @@ DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shaped(Case):
-    """A case with scores of one of the kinds in `DATA`."""
+    """Case whose scores are of one of the kinds in `DATA`."""
 
     data: str = "steep"
 

@@ -1,11 +1,12 @@
-"""Show what racecheck of compute-sanitizer follows: small kernels, each synchronised in one way.
+"""Show which synchronisation racecheck of compute-sanitizer follows, with one kernel per idiom.
 
 PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/racecheck_idioms.py bulk
 
-One warp fills words of shared memory, another reads them, six times in the same place. Who stores
-(`one` lane, a `warp`, a `bulk` copy) and, behind the dash, who tells the other warp so: of a warp,
-one lane behind a barrier of the warp, or all `lanes`. With `named`, a barrier of threads does, which
-both wait for (`sync`) or one arrives at.
+One warp fills words of shared memory and another reads them, six times in the same place. The first
+part of a name says who stores: `one` lane, a `warp`, or a `bulk` copy. The part after the dash says
+how a warp signals the other one: by default one lane arrives after a warp barrier; with `lanes` all
+lanes arrive. With `named`, the warps use a named barrier, on which both wait (`sync`) or one
+arrives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ IDIOMS = (
 
 
 class Idiom:
-    """Builds a kernel that hands words from warp to warp in one way.
+    """Kernel that passes words from one warp to another with one synchronisation idiom.
 
     Args:
         name: one of `IDIOMS`.
@@ -109,7 +110,7 @@ class Idiom:
 
     @cute.jit
     def told(self, barrier: cute.Pointer):
-        """Signal that all lanes are done: each lane arrives, or one for all."""
+        """Arrive on `barrier` when all lanes are done: each lane, or one for all lanes."""
         if const_expr(self.tell == "lanes"):
             cute.arch.mbarrier_arrive(barrier)
         else:

@@ -4,9 +4,9 @@ PYTHONPATH=. compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py
 PYTHONPATH=. compute-sanitizer --tool racecheck python3 tests/gpu/sanitize.py --only D=64 --calls-only
 PYTHONPATH=. compute-sanitizer --tool initcheck python3 tests/gpu/sanitize.py --backward
 
-What racecheck does not follow, `racecheck_idioms.py` beside this shows: `bar.arrive`, by which the
-backward to head dim 128 hands chunks of dQ to the warps that add them. With `--sync` these kernels
-have `bar.sync` there, and are else the same.
+racecheck does not follow `bar.arrive` (see `racecheck_idioms.py`). With `bar.arrive`, the backward
+for head dims to 128 passes chunks of dQ to the warps that add them. With `--sync` these kernels use
+`bar.sync` there and are otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
 BF16 = torch.bfloat16
-HANDED_BY = 160  # threads of a barrier that hands over a chunk: a consumer and the adding warp
+HANDED_BY = 160  # threads of a barrier: a consumer, and the warp that adds its chunk of dQ
 SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "value_dim": 64, "dtype": BF16}
 
 
@@ -46,12 +46,12 @@ def learned_bias(length: int) -> Any:
 
 
 def scattered(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Keep positions that form no union of few intervals; some rows and tiles keep nothing."""
+    """Mask without intervals; some of its rows and tiles are fully masked."""
     return ((q * 7 + kv * 3) % 5 > 1) & (q // 128 != 1) & (kv > 20)
 
 
 def configurations() -> Iterator[tuple[str, Variant, Case]]:
-    """Yield what kernels are compiled for: mask form, score form, head dim, dtype, layout."""
+    """Yield (name, variant, case) for each mask form, score form, head dim, dtype and layout."""
     length = 200
     slopes = torch.rand(2, device=kit.DEVICE, requires_grad=True)
     variants = {
@@ -88,13 +88,13 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
 
 
 def run(variant: Variant, case: Case, compare: bool) -> str:
-    """Run the forward; return what is wrong, or an empty string."""
+    """Run the forward; return what is wrong with its results, or ""."""
     found = kit.forward(variant, case)
     return "; ".join(kit.wrong(found, kit.dense(variant, case), case)) if compare else ""
 
 
 def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool, ...]) -> str:
-    """Run forward and backward, in any order or in a fixed one."""
+    """Run forward and backward in each order of sums; return what is wrong, or ""."""
     said = []
     for ordered in orders:
         with backward_kit.counted() as seen:
@@ -108,7 +108,10 @@ def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool
 
 @contextmanager
 def synchronised() -> Iterator[None]:
-    """Compile kernels inside with `bar.sync` for chunks, and load none of another process."""
+    """Compile kernels inside the `with` block with `bar.sync` where chunks of dQ are passed.
+
+    The disk cache is an empty folder, so that no kernel of another process is loaded.
+    """
     plain = cute.arch.barrier_arrive
 
     def both_wait(*, barrier_id: Any, number_of_threads: int, **options: Any) -> None:
@@ -140,7 +143,7 @@ def main() -> int:
 
 
 def run_all(options: argparse.Namespace, orders: tuple[bool, ...]) -> int:
-    """Run every configuration that is asked for; return 1 if one was wrong."""
+    """Run every selected configuration; return 1 if a result was wrong."""
     bad = 0
     for name, variant, case in configurations():
         if not re.search(options.only, name):

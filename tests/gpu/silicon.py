@@ -1,7 +1,7 @@
-"""Run on the GPU what the emulator runs (the same PTX, launches and arguments), and compare.
+"""Run on the GPU what the emulator runs (same PTX, launches and arguments), and compare results.
 
-The driver compiles PTX, the DSL its own kernels; the generated host code of a DSL kernel runs as in the emulator, but
-sees device addresses.
+The driver compiles PTX, and the DSL compiles its own kernels. The generated host code of a DSL
+kernel runs as in the emulator, but with device addresses.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _run = emulator.run
 
 
 class DeviceMemory(GlobalMemory):
-    """Holds copies of the arguments on the device."""
+    """Hold copies of the arguments on the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def add(self, name: str, array: Any, *, undefined: bool = False) -> int:
-        """Copy `array` to the device; return the address of the copy."""
+        """Copy `array` to the device once; return the address of the copy, 0 if it is empty."""
         address, size = extent(array)
         if not size:
             return 0
@@ -42,21 +42,21 @@ class DeviceMemory(GlobalMemory):
         return self.copies[address][1].data_ptr()
 
     def back(self) -> None:
-        """Write the copies back to the host."""
+        """Copy the device's data back to the host arrays."""
         for raw, copy in self.copies.values():
             raw[:] = copy.cpu().numpy()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Says how much results of the emulator and of the GPU differ, for the same arguments.
+    """Hold the differences between the emulator's and the GPU's results for the same arguments.
 
     Attributes:
-        opcodes: instructions that were executed, by their first two parts.
-        elements: numbers compared.
-        different: numbers whose bits differ; NaN equals NaN.
-        worst: the largest difference of float32 and narrower floats, in units in the last place of
-            the largest magnitude of the array; 0 if no bits differ; None for integers that differ.
+        opcodes: executed instructions, by their first two parts.
+        elements: number of values compared.
+        different: number of values whose bits differ; NaN equals NaN.
+        worst: largest difference of float32 and narrower floats, in units in the last place of the
+            array's largest magnitude; 0 if no bits differ; None for integers that differ.
     """
 
     opcodes: frozenset[str]
@@ -66,7 +66,7 @@ class Comparison:
 
 
 class Silicon:
-    """Stands in for `emulator.run`: runs both, keeps the comparison, leaves the GPU's results."""
+    """Stand-in for `emulator.run` that runs both, compares, and leaves the GPU's results."""
 
     def __init__(self) -> None:
         self.comparisons: list[Comparison] = []
@@ -90,7 +90,7 @@ class Silicon:
 
 
 def execute(target: Launchable, args: Sequence[Any]) -> None:
-    """Run one call of `target` on the GPU, on the arrays themselves."""
+    """Run one call of `target` on the GPU; write the results back to the argument arrays."""
     memory = DeviceMemory()
     for i, a in enumerate(arrays(args)):
         memory.add(f"argument {i}", a)
@@ -102,7 +102,7 @@ def execute(target: Launchable, args: Sequence[Any]) -> None:
 
 
 def _moved(raw: bytes, memory: DeviceMemory) -> bytes:
-    """Return the tensor map of an argument for its copy on the device."""
+    """Return a tensor map with its address moved to the argument's copy on the device."""
     if len(raw) != 128:
         return raw
     tensor_map = decode(raw)
@@ -151,7 +151,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def _numbers(array: Any) -> Any:
-    """Return the elements of an argument as numpy has them; bf16 as float32."""
+    """Return the elements of an argument as a numpy array; bf16 becomes float32."""
     if isinstance(array, torch.Tensor):
         return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
     return array

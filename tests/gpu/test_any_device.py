@@ -39,7 +39,10 @@ def variant() -> tuple[Any, Any, tuple[Tensor, ...]]:
 
 @pytest.fixture
 def _without_tf32() -> Iterator[None]:
-    """Restore torch's setting by hand: monkeypatch would delete it, and torch forbids that."""
+    """Disable TF32 and restore the setting afterwards.
+
+    monkeypatch would restore it by deletion, which torch forbids.
+    """
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.allow_tf32, False
     yield
@@ -99,7 +102,7 @@ def test_captured_tensor_left_on_the_cpu() -> None:
 
 
 def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
-    """Parts of a mask that read no index become tables of one entry, on the mask's device."""
+    """Captured numbers may be on the CPU while the mask's other tensors are on the GPU."""
     number, flag = torch.tensor(3), torch.tensor(True)
     runs = []
     for device in ("cuda", "cpu"):
@@ -119,7 +122,10 @@ def test_tiles_of_numbers_that_are_left_on_the_cpu() -> None:
 @pytest.mark.parametrize("length", [300, 5000])
 @pytest.mark.parametrize("default", ["cuda", "meta"])
 def test_default_device_decides_nothing(default: str, length: int) -> None:
-    """Short masks are classified on the CPU, long ones on the device, for the GPU's kernels."""
+    """Results do not depend on torch's default device.
+
+    Short masks are classified on the CPU and long ones on the GPU, so both lengths are tested.
+    """
     shape, options = (1, 2, length, 64), {"device": "cuda", "dtype": torch.bfloat16}
     qkv = [torch.randn(shape, **options).requires_grad_() for _ in range(3)]  # type: ignore[call-overload]
     slopes = torch.rand(2, device="cuda")

@@ -1,4 +1,4 @@
-"""Check how the backward kernels are called: same bits, graphs, no waiting, bounded memory."""
+"""Check backward calls: bit-identical repeats, graphs, no host waiting, bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOPES = (0.5, 0.25, 0.125, 0.0625)
 
 
 def inputs(length: int, *, seed: int = 0, kv_heads: int = 4, dim: int = 64) -> list[Tensor]:
-    """Return query, key, value that require grad, and a gradient of the output."""
+    """Return [query, key, value], which require grad, and a gradient of the output."""
     random = torch.Generator(kit.DEVICE).manual_seed(seed)
     options: dict[str, Any] = {"generator": random, "device": kit.DEVICE}
     made = [torch.randn(2, h, length, dim, **options).to(BF16) for h in (4, kv_heads, kv_heads, 4)]
@@ -29,7 +29,7 @@ def inputs(length: int, *, seed: int = 0, kv_heads: int = 4, dim: int = 64) -> l
 
 
 def attention(length: int, **options: Any) -> Callable[..., Tensor]:
-    """Return causal documents with ALiBi: captured tensors in the score and in the mask."""
+    """Return causal attention within documents with ALiBi; score and mask capture tensors."""
     ids = torch.arange(length, device=kit.DEVICE) // 70
     slopes = torch.tensor(SLOPES, device=kit.DEVICE)
     mod = lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
@@ -40,7 +40,7 @@ def attention(length: int, **options: Any) -> Callable[..., Tensor]:
 
 
 def both_ways(call: Callable[..., Tensor], made: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compute output and gradients."""
+    """Return the output and the gradients of query, key and value."""
     out = call(*made[:3])
     return out, *torch.autograd.grad(out, made[:3], made[3])
 
@@ -51,7 +51,7 @@ def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_deterministic_gives_the_same_bits(kv_heads: int) -> None:
-    """Block-sparse, heads shared or not; other calls in between change nothing."""
+    """Deterministic gradients are bit-identical in repeated calls, with other calls in between."""
     call, made = attention(1500, deterministic=True), inputs(1500, kv_heads=kv_heads)
     other, more = attention(700, deterministic=True), inputs(700, seed=1, kv_heads=kv_heads)
     with backward_kit.counted() as seen:
@@ -76,7 +76,10 @@ def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_deterministic_gives_the_same_bits_of_captured_gradients(dim: int) -> None:
-    """Gradients are of tables by head, row, column and q - kv, and of one that is read anywhere."""
+    """Deterministic gradients of captured tables are bit-identical in repeated calls.
+
+    The tables are indexed by head, by row, by column, by q - kv, and by a hash of positions.
+    """
     random = torch.Generator(kit.DEVICE).manual_seed(0)
     shapes = [(4,), (4, 900), (900,), (1799,), (64,)]
     scale, rows, columns, along, buckets = tables = [
@@ -173,7 +176,10 @@ def test_streams_side_by_side() -> None:
 
 
 def test_split_kv_blocks_are_joined_in_every_call() -> None:
-    """A whole GPU has a head or two: in repeated calls, on parallel streams, and in a graph."""
+    """Split kv blocks are combined correctly in repeated calls, on parallel streams and in graphs.
+
+    With one batch element and two heads on a whole GPU, kv blocks are split.
+    """
     mask = masks.causal()
     drawn = [[t[:1, :2].detach() for t in inputs(2100, seed=s, dim=128)] for s in range(3)]
     sets = [[*(t.requires_grad_() for t in qkv), grad] for *qkv, grad in drawn]
@@ -207,7 +213,10 @@ def test_split_kv_blocks_are_joined_in_every_call() -> None:
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_peak_memory(kv_heads: int) -> None:
-    """Besides inputs and outputs: LSE and delta, float32 dQ, and dK and dV if heads share them."""
+    """A backward allocates no more than its buffers besides inputs and outputs.
+
+    The buffers are LSE, delta, float32 dQ, and with shared heads float32 dK and dV.
+    """
     batch, heads, length, dim = 2, 8, 8192, 64
     shape, shared = (batch, heads, length, dim), (batch, kv_heads, length, dim)
     query, grad = (torch.randn(shape, device=kit.DEVICE).to(BF16) for _ in range(2))
@@ -233,7 +242,10 @@ def test_peak_memory(kv_heads: int) -> None:
 
 
 def test_million_tokens_in_a_window() -> None:
-    """Tensors have more than 2^31 elements; rows with a gradient of the output are compared."""
+    """Gradients are exact for tensors with more than 2^31 elements.
+
+    The rows that have a gradient of the output are compared.
+    """
     length, window, heads, dims = 1 << 20, 1000, 18, 128
     size = 2 * heads * length * dims
     if torch.cuda.mem_get_info()[0] < 12 * size:

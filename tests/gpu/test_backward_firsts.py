@@ -1,8 +1,7 @@
-"""Check first-writer dQ on a GPU: compare sums that nobody clears with those of a backward that
-clears them.
+"""Check first-writer dQ on a GPU against a backward that clears its sums first.
 
-Who adds to a chunk before it was stored, or stores it afterwards, shows on memory that holds NaN or
-what a call before has left.
+A kv tile that adds to a chunk before it is stored, or stores it later, is visible because memory
+holds NaN or the results of an earlier call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HEADS = 8
 
 @contextmanager
 def storing(wanted: bool) -> Iterator[list[BackwardWork]]:
-    """Make backwards store first parts wherever they can, or never; yield their tables."""
+    """Force or disable first-writer stores inside the `with` block; yield the list of tables."""
     found: list[BackwardWork] = []
     plain = backward_work.build_tables
 
@@ -104,7 +103,7 @@ def test_mod_with_a_derivative() -> None:
 
 
 def test_many_waiting_ctas() -> None:
-    """All kv tiles meet the first q tile at once: slow, but right, and without a deadlock."""
+    """Results are right, without a deadlock, if all kv tiles wait for the first q tile."""
     made = drawn(4096, 128, 8)
     with storing(False):
         expected = gradients(made, None)
@@ -116,7 +115,7 @@ def test_many_waiting_ctas() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_ctas_than_run_at_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CTA waits for a kv tile of a CTA that has not begun."""
+    """Results are right with three times as many CTAs as can run at once."""
     made, mask = drawn(4096, 128, 8), bands(4096)["window"]
     with storing(False):
         expected = gradients(made, mask)

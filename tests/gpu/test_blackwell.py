@@ -1,4 +1,4 @@
-"""Check the Blackwell kernels on a Blackwell GPU: nobody has run this yet."""
+"""Check the Blackwell kernels on a Blackwell GPU (these tests have not been run yet)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that block masks have the same tiles on the GPU as on the CPU, by every method."""
+"""Check that block masks have the same tiles on GPU and CPU for every classification method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_library(name: str) -> None:
 
 
 def test_runs_are_on_the_device_of_the_mask() -> None:
-    """This holds for masks without captured tensors too."""
+    """Block lists are on the given device, also for masks without captured tensors."""
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.arange(1000, device=device) // 300
     kept: list[Any] = [

@@ -25,7 +25,7 @@ def arch() -> str:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> CompiledKernel:
-    """Return the affine kernel, as a process finds it on disk."""
+    """Return the affine kernel, loaded from the disk cache."""
 
     def build() -> Build:
         return kernels.affine(3.0)
@@ -101,7 +101,7 @@ def test_a_graph_captures_the_launch(kernel: CompiledKernel) -> None:
 
 
 def test_a_captured_launch_outlives_the_kernel(tmp_path: Path) -> None:
-    """Code on the device stays when the kernel is dropped, as `clear_caches` does."""
+    """A captured launch can be replayed after `clear_caches` dropped the kernel."""
     source = Source("captured and dropped", arch(), lambda: kernels.affine(3.0))
     x, y, c, d = _operands(300)
     graph = torch.cuda.CUDAGraph()
@@ -131,7 +131,7 @@ def test_rows_further_apart_than_32_bits_count(kernel: CompiledKernel) -> None:
 
 
 def test_every_device_runs_it(kernel: CompiledKernel) -> None:
-    """A device need not be the current one, and the current one stays current."""
+    """A kernel runs on the device of its arguments, and the current device does not change."""
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")

@@ -1,7 +1,7 @@
-"""Check drawn variants in both kernels: every head dim, both dtypes, any strides, orders of sums.
+"""Check drawn variants in forward and backward: all head dims, both dtypes, any strides.
 
-Compiling a variant takes the seconds here, so a drawn one is compared in every way: output, LSE and
-gradients of all that it captures, on poisoned memory, twice.
+Compiling a variant takes most of the time, so each variant is compared completely: output, LSE and
+gradients of everything captured, on poisoned memory, twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> int:
-    """Check drawn variants; return how many gave the same gradients, to the bit, a second time."""
+    """Check drawn variants; return how many gave bit-identical gradients the second time."""
     repeated = []
 
     @hypothesis.seed(part)
@@ -34,12 +34,12 @@ def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> 
         max_examples=examples,
         deadline=None,
         database=None,
-        phases=[Phase.generate],  # a smaller example would be another compile
+        phases=[Phase.generate],  # no shrinking: each smaller example would take a compilation
         suppress_health_check=list(HealthCheck),
     )
     @given(variants(limits), cases(limits, dtype=DTYPES), st.booleans())
     def drawn(variant: Variant, case: Case, ordered: bool) -> None:
-        # hypothesis begins with the smallest example of all, which says nothing
+        # hypothesis begins with the smallest example, which is too trivial
         assume(variant != Variant() and case.q_len * case.kv_len > 300)
         case = dataclasses.replace(case, head_dim=dims[0], value_dim=dims[1])
         variant = kit.on_device(variant)
@@ -63,5 +63,5 @@ def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("part", range(3))
 def test_both_directions(part: int, dims: tuple[int, int]) -> None:
-    """Drawn variants, in parts that run side by side."""
+    """Drawn variants are exact (in parts that can run in parallel)."""
     draw(11 * DIMS.index(dims) + part, LIMITS, dims, examples=1)

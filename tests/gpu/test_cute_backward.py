@@ -1,8 +1,8 @@
-"""Check that the backward kernels are exact: gradients of every mod and mask, all shapes and
-dtypes.
+"""Check the backward kernels' gradients for every mod and mask, all shapes and dtypes.
 
-Captured tensors learn, and the LSE has a gradient of its own. As in `test_cute_forward`, variants
-are many at one shape, and shapes are many for one variant: a kernel takes seconds to compile.
+Captured tensors require grad, and the LSE has a gradient of its own. As in `test_cute_forward`,
+many variants are tested at one shape and many shapes with one variant, because a kernel takes
+seconds to compile.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def wide(q_len: int, kv_len: int, **sizes: Any) -> Case:
 
 
 def band(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Keep a window around the diagonal; rows beyond its end keep nothing."""
+    """Mask a window around the diagonal; rows beyond the end of the keys are fully masked."""
     return (q - kv < 200) & (kv - q < 90)
 
 
 def decaying(heads: int) -> Any:
-    """Return a mod with a slope and a gain for every head, both learned."""
+    """Return a mod with a learned slope and a learned gain for each head."""
     random = torch.Generator().manual_seed(5)
     slopes, gains = (
         torch.rand(heads, generator=random).add_(0.1).to(kit.DEVICE).requires_grad_()
@@ -54,7 +54,7 @@ BAND = Variant(None, band)
 # --- the libraries
 
 
-# One of each: what the others are made with makes other tiles, which the forward's tests compare.
+# one mask of each kind; the others differ in their tiles only, which the forward's tests compare
 MASKS = [name for name in masks.examples(48) if "/" not in name]
 
 
@@ -120,7 +120,7 @@ def test_strides(layouts: tuple[str, str, str]) -> None:
 
 
 def test_strides_of_what_arrives() -> None:
-    """The output's gradient may have any strides: expanded, transposed, stepped, misaligned."""
+    """The output's gradient may be expanded, transposed, stepped or misaligned."""
     case = wide(200, 260)
     inputs = case.inputs(kit.DEVICE)
     out = CAUSAL(*inputs, backend=kit.BACKEND)
@@ -262,7 +262,7 @@ def test_captured_tensors_of_every_kind() -> None:
 
 @pytest.mark.parametrize("dims", [64, 128, 256])
 def test_learned_tables_at_ragged_ends(dims: int) -> None:
-    """Some of the summed diagonals, rows and columns lie beyond the end."""
+    """Gradients of learned tables are exact where tiles reach beyond the lengths."""
     random = torch.Generator(kit.DEVICE).manual_seed(1)
     along, rows, columns = (
         torch.randn(700, generator=random, device=kit.DEVICE).requires_grad_() for _ in range(3)

@@ -1,4 +1,4 @@
-"""Check how the forward kernel is called: streams, graphs, no waiting, no state, long inputs."""
+"""Check forward calls: streams, graphs, no host waiting, no state between calls, long inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inputs(length: int, *, seed: int = 0, batch: int = 2, heads: int = 4, dim: i
 
 
 def attention(length: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return causal documents with ALiBi: captured tensors in the score and in the mask."""
+    """Return causal attention within documents with ALiBi; score and mask capture tensors."""
     ids = torch.arange(length, device=kit.DEVICE) // 70
     slopes = torch.tensor(SLOPES, device=kit.DEVICE)
     variant = Variant(
@@ -69,7 +69,7 @@ def test_inputs_are_left_alone() -> None:
 
 
 def test_other_shapes_in_between() -> None:
-    """State that one call leaves behind (counters, cached lists) does not reach the next."""
+    """Counters and cached lists of one call do not affect calls of other shapes."""
     calls = {length: (attention(length), inputs(length)) for length in (700, 64, 1500, 1)}
     first = {length: call(*qkv) for length, (call, qkv) in calls.items()}
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_call_does_not_wait_for_the_device() -> None:
 
 
 def test_host_runs_ahead() -> None:
-    """Calls are queued while the device is busy: none of them has run when all are."""
+    """Calls return before the device has executed them."""
     call, qkv = attention(700), inputs(700)
     expected = call(*qkv)
     torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def test_graph_is_captured_and_replayed() -> None:
 
 
 def test_graph_of_many_calls() -> None:
-    """Calls in one graph, and replays of it, do not share counters that are not reset."""
+    """Several calls in one CUDA graph are correct at every replay, so each resets its counters."""
     call, sets = attention(700), [inputs(700, seed=seed) for seed in range(4)]
     expected = [call(*qkv) for qkv in sets]
     torch.cuda.synchronize()
@@ -158,7 +158,7 @@ def test_streams_side_by_side() -> None:
 
 
 def test_stream_order_is_kept() -> None:
-    """A call reads what was queued before it on its own stream, and not earlier."""
+    """A call on a stream reads the results of earlier work on that stream."""
     call, qkv, new = attention(700), inputs(700), inputs(700, seed=1)
     truth = call(*new)
     stream = torch.cuda.Stream()
@@ -175,7 +175,10 @@ def test_stream_order_is_kept() -> None:
 
 @pytest.mark.parametrize("dims", [64, 128])
 def test_million_tokens_in_a_window(dims: int) -> None:
-    """Tensors have more than 2^31 elements; rows at the far end are compared with dense ones."""
+    """Results are exact for tensors with more than 2^31 elements.
+
+    Rows up to the far end are compared with dense attention.
+    """
     length, window = 1 << 20, 1000
     heads = 18 if dims == 128 else 2
     free = torch.cuda.mem_get_info()[0]

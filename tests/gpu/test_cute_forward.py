@@ -1,7 +1,8 @@
-"""Check that the forward kernel is exact: every mod and mask, all shapes, strides and dtypes.
+"""Check the forward kernel for every mod and mask, all shapes, strides and dtypes.
 
-A kernel is compiled for each variant, head dim and dtype, which takes a second or two; so variants
-are many at one shape, and shapes are many for one variant. `-n 8` compiles side by side.
+A kernel is compiled for each variant, head dim and dtype, which takes a second or two. Therefore
+many variants are tested at one shape, and many shapes with one variant. `-n 8` compiles in
+parallel.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def wide(q_len: int, kv_len: int, **sizes: Any) -> Case:
 
 
 def band(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Keep a window around the diagonal; rows beyond its end keep nothing."""
+    """Mask a window around the diagonal; rows beyond the end of the keys are fully masked."""
     return (q - kv < 200) & (kv - q < 90)
 
 
@@ -117,7 +118,7 @@ def test_strides(layouts: tuple[str, str, str]) -> None:
     out = kit.check(BAND, case)["out"]
     if layouts[0] in ("contiguous", "transposed"):
         query = case.inputs(kit.DEVICE)[0]
-        assert out.stride() == query.stride()  # the output lies in memory as the query does
+        assert out.stride() == query.stride()  # the output has the strides of the query
 
 
 DIMS = (64, 96, 128, 192, 256, (192, 128), 72, 40)
@@ -201,7 +202,7 @@ def test_largest_scores_are_right_or_refused() -> None:
 
 
 def tables() -> dict[str, Tensor]:
-    """Return one tensor of every kind that a mod may read."""
+    """Return one tensor of each dtype and layout that a mod may read, by name."""
     random = torch.Generator(kit.DEVICE).manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -252,7 +253,7 @@ def test_edited_captured_tensors_are_read_again() -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (128, 64), (256, 128)], ids=str)
 def test_block_mask(block: tuple[int, int]) -> None:
-    """Kernels may refuse tile sizes of attnkit's BlockMask, but none that FlexAttention has."""
+    """An attnkit BlockMask is exact or its tile sizes are refused; 128 x 128 is never refused."""
     case = wide(515, 515)
     sizes = {"device": kit.DEVICE, "BLOCK_SIZE": block}
     mask = create_block_mask(band, None, None, 515, 515, **sizes)

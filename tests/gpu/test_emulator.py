@@ -1,8 +1,9 @@
-"""Compare the emulator with the GPU: the same PTX, on the same arguments, bit for bit.
+"""Compare the emulator with the GPU on the same PTX and arguments, bit for bit.
 
-Every kernel that the tests of the emulator's semantics run without a finding runs on the GPU too,
-whose results then have to pass those tests, and must have the emulator's bits, except where hardware
-rounds otherwise: sums inside a tensor-core product, and approximations (the tests' own tolerances).
+Every kernel that the tests of the emulator's semantics run without a finding also runs on the GPU.
+The GPU's results must pass those tests. They must have the emulator's bits, except where hardware
+rounds differently: in sums inside a tensor-core product, and in approximations (with the tests' own
+tolerances).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MODULES = [
     test_memory,
     test_warp,
 ]
-# Instructions whose last bits the PTX ISA leaves to the hardware. Without one of them in a kernel,
-# results must have the same bits.
+# Instructions whose last bits the PTX ISA leaves to the hardware. The results of kernels without
+# them must be bit-identical.
 INEXACT = {
     "mma.sync",
     "wgmma.mma_async",
@@ -56,8 +57,8 @@ INEXACT = {
     "div.approx",
     "div.full",
 }
-# What the hardware does less exactly than the tests ask, in units in the last place of the largest
-# result: tanh.approx (PTX ISA: 2^-11), and sums of fp8 products, which Hopper keeps in fewer bits.
+# Looser limits where the hardware is less exact than the tests require, in units in the last place
+# of the largest result: tanh.approx (2^-11), and sums of fp8 products, which have fewer bits.
 LOOSER = {
     ("test_float", "tanh"): 2.0**12,
     ("test_mapped_gemm_hopper", ""): 2.0**12,
@@ -76,7 +77,7 @@ ROWS = os.environ.get("ATTNKIT_SILICON_ROWS", "")  # a file that gets a row for 
 
 
 def _parameters(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a test, from its parametrize marks, for the eager mode alone."""
+    """Yield the arguments of each case of a parametrized test, for eager mode only."""
     axes = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
@@ -92,7 +93,7 @@ def _parameters(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
 
 
 def _label(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, str]:
-    """Name the test and its case."""
+    """Return the name of a test and of its case."""
     case = arguments.get("case", (arguments.get("kind", ""),))
     return test.__name__, str(case[0])
 
@@ -149,7 +150,7 @@ def _judge(silicon: Silicon, limit: float | None = None) -> None:
 def _tried(
     test: Callable[..., None], arguments: dict[str, Any], silicon: Silicon, limit: float | None
 ) -> None:
-    """Run the test itself on what the GPU computed; with a looser limit it may fail."""
+    """Run a test on the GPU's results; with a looser `limit` its assertions may fail."""
     try:
         test(**arguments)
     except AssertionError:
@@ -171,7 +172,7 @@ def test_the_gpu_does_what_the_emulator_does(
 
 
 def _once(exe: emulator.Executable, *args: Any, **_: Any) -> None:
-    """Replace `checked` of the kernel tests: run once, on both."""
+    """Stand-in for `checked` of the kernel tests that runs once, on emulator and GPU."""
     assert emulator.run(exe, *args).findings == ()
 
 
@@ -189,8 +190,10 @@ KERNELS: list[tuple[Callable[..., None], dict[str, Any]]] = [
 def test_kernels_of_the_dsl(
     test: Callable[..., None], arguments: dict[str, Any], silicon: Silicon, monkeypatch: Any
 ) -> None:
-    """The GPU's results pass the kernel's own test against torch; what host code made (grids, tensor
-    maps, parameters) is used as it is."""
+    """The GPU's results of each DSL kernel pass that kernel's own test against torch.
+
+    Grids, tensor maps and parameters are used as the host code made them.
+    """
     build = test_kernels.build
     monkeypatch.setattr(test_kernels, "checked", _once)
     monkeypatch.setattr(test_kernels, "build", lambda k, _, *specs: build(k, "sm_90a", *specs))

@@ -1,4 +1,4 @@
-"""Check that masks of the library are the same on a CUDA device as on the CPU."""
+"""Check that library masks are equal on a CUDA device and on the CPU."""
 
 from __future__ import annotations
 

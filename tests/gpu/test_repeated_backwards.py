@@ -19,7 +19,7 @@ ROWS, COLUMNS = 300, 60
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record for each backward whether it took the fast path."""
+    """Return a list to which each backward appends whether it took the fast path."""
     made, found = BackwardReuse.try_fast_path, []
 
     def noted(*a: Any) -> Any:
@@ -43,7 +43,7 @@ def forget() -> None:
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare up to the order of additions: within a bfloat16 rounding of the largest element."""
+    """Check equality up to the order of additions, within 2^-7 of the largest element."""
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
@@ -51,7 +51,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def poison() -> None:
-    """Make torch's next allocations NaN, as far as they reuse memory."""
+    """Fill freed GPU memory with NaN, so that allocations that reuse it contain NaN."""
     sizes = [2**n for n in range(9, 24)]
     junk = [torch.full((n,), torch.nan, device=kit.DEVICE) for n in sizes for _ in range(3)]
     del junk
@@ -123,7 +123,7 @@ def test_tensors_that_share_memory(replayed: list[bool]) -> None:
     for _ in range(3):
         for seeds, wanted in zip(calls, expected, strict=True):
             close(found(*seeds), wanted)
-    # a tensor that is given twice is told by torch, and goes the longer way
+    # a call that passes one tensor twice takes the slow path
     assert replayed[-5:] == [False, True, False, True, False]
 
 

@@ -1,4 +1,4 @@
-"""Check repeated calls on a GPU: edits between them count, and graphs keep what they read."""
+"""Check repeated calls on a GPU: edits between calls take effect, and graphs keep their data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(seed: int = 0, length: int = LENGTH) -> list[Tensor]:
 
 
 def forget() -> None:
-    """Empty every cache of prepared calls and what they read."""
+    """Clear all of attnkit's caches and collect garbage."""
     attnkit.clear_caches()
     gc.collect()
 
@@ -76,7 +76,7 @@ def test_inputs_that_a_kernel_cannot_read_as_they_are() -> None:
 
 
 def test_another_stream_at_once() -> None:
-    """A call prepared on one stream is used on another one without anything to wait for."""
+    """A call prepared on one stream is correct on another stream without synchronization."""
     qkv = inputs(1)
     mask = masks.document(torch.arange(LENGTH, device=kit.DEVICE) // 90)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Writes that no version counter sees: the next call raises at the latest, and nothing reads outside."""
+"""Check unseen writes to captured data: the next call raises, and no access is out of bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def by_storage(t: Tensor, new: Tensor) -> None:
 
 
 def by_driver(t: Tensor, new: Tensor) -> None:
-    """As a kernel of one's own: CUDA alone knows of it."""
+    """Overwrite `t` with `new` by a driver call, unseen by torch, like a custom CUDA kernel."""
     torch.cuda.synchronize()
     copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoD_v2
     size = new.numel() * new.element_size()
@@ -69,7 +69,7 @@ def inputs(seed: int = 0, grad: bool = False) -> list[Tensor]:
 
 
 def calls(ids: Tensor, backend: str = kit.BACKEND) -> dict[str, Callable[[list[Tensor]], Tensor]]:
-    """Every way of a call whose tiles depend on `ids`."""
+    """Return functions that call attention with tiles that depend on `ids`, by kind of call."""
     mask = lambda b, h, q, kv: ids[q] == ids[kv]
     ours = create_block_mask(mask, None, None, LENGTH, LENGTH, device=kit.DEVICE)
     compiled = torch.compile(
@@ -89,7 +89,7 @@ WAYS = ["function", "library", "block mask", "operator"]
 
 
 def fresh(call: Callable[[list[Tensor]], Tensor], qkv: list[Tensor]) -> Tensor:
-    """The result of a call that nothing was prepared for."""
+    """Return the result of a call with empty caches."""
     attnkit.clear_caches()
     gc.collect()
     return call(qkv)
@@ -178,7 +178,10 @@ def test_invalidate_after_the_write_is_enough(writer: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_of_another_kind_has_tiles_of_its_own(way: str) -> None:
-    """A new preparation waits for the GPU and compares before it uses what caches derived."""
+    """After an unseen write, a call that is not yet prepared computes new tiles.
+
+    Its preparation waits for the GPU and compares data before it uses cached results.
+    """
     ids, qkv = documents(70), inputs()
     call = calls(ids)[way]
     for _ in range(3):
@@ -230,7 +233,10 @@ def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 @pytest.mark.parametrize("writer", ["torch", *WRITERS])
 def test_a_graph_that_is_replayed_after_a_write(writer: str) -> None:
-    """Also after a write that torch saw: the tiles of a graph are those of its capture."""
+    """A replay of a CUDA graph after a write to captured data is reported.
+
+    This includes writes that torch saw, because a graph uses the tiles of its capture.
+    """
     ids, qkv = documents(70), inputs()
     call = calls(ids)["function"]
     expected = call(qkv)
@@ -276,7 +282,10 @@ def test_a_graph_outlives_what_it_compares() -> None:
 
 @pytest.mark.parametrize("value", [2**31 - 1, -(2**31), 6, -7])
 def test_an_index_from_edited_data_stays_inside(value: int) -> None:
-    """The tables lie between NaNs, which a read outside would bring into the result."""
+    """Loads stay inside captured tensors after an unseen edit of the indices.
+
+    The tables are between NaNs, which a read outside would bring into the result.
+    """
     memory = torch.full((3, 1 << 20), torch.nan, device=kit.DEVICE)
     learned = memory[1, :6].copy_(torch.randn(6, device=kit.DEVICE)).requires_grad_()
     ids = (torch.arange(LENGTH, device=kit.DEVICE) % 6).to(torch.int32)
@@ -377,7 +386,7 @@ def calls_on(ids: Tensor) -> Callable[[list[Tensor]], Tensor]:
 
 
 def kinds() -> Iterator[Tensor]:
-    """Tensors of many dtypes and strides."""
+    """Yield tensors of many dtypes and strides."""
     wide = torch.randint(-(2**60), 2**60, (60, 50, 40), device=kit.DEVICE)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64):
         t = wide.to(dtype)

@@ -23,7 +23,7 @@ def _forget() -> None:
 
 
 class Layer(nn.Module):
-    """Attends in causal documents with a learned slope per head; makes its mods at each call."""
+    """Causal attention within documents with a learned slope per head; builds its mods per call."""
 
     def __init__(self, length: int, deterministic: bool = False) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_lengths_share_a_graph_and_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_recorded_graphs_do_not_keep_old_tiles() -> None:
-    """With mode="reduce-overhead", which records what it may in CUDA graphs."""
+    """With mode="reduce-overhead" (CUDA graphs), an edit of captured ids gives new tiles."""
     layer = Layer(700, deterministic=True).requires_grad_(False)
     whole = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""Check that a small model learns the same on the GPU's kernels as in float32 on the CPU."""
+"""Check that a small model trains equally on the GPU kernels and in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 25
 
 
 class Model(nn.Module):
-    """Applies two layers of attention with learned slopes over packed documents."""
+    """Model with two attention layers and learned slopes over packed documents."""
 
     def __init__(self, documents: Tensor, backend: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def curve(device: str, backend: str, *, half: bool) -> list[float]:
-    """Return the losses of a few steps, with the same weights and data for all."""
+    """Return the losses of `STEPS` training steps, with fixed initial weights and data."""
     torch.manual_seed(0)
     words = torch.randint(LETTERS, (6, 10))
     text = words[torch.randint(6, (2, LENGTH // 10))].flatten(1).to(device)

@@ -1,4 +1,4 @@
-"""A kernel in Triton, which needs a module of its own for its source."""
+"""Define a Triton kernel in a file of its own, since Triton reads its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the adjoint with torch.autograd: random graphs, ties, and values that are not finite."""
+"""Compare the adjoint with torch.autograd, on random graphs, ties and non-finite values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ slope = load(0, F32, [h])
 bias = load(1, F32, [build("sub", q, kv)])  # negative indices wrap
 plane = load(2, F32, [b, build("mod", kv, const(4))])
 
-# Every operation from floats to a float, so that a new one without a rule is found: its gradient
-# would be 0. `round`, `where` and `cast` are not of this form.
+# All operations from floats to a float. A new one without a rule would have gradient 0 and fail.
+# `round`, `where` and `cast` are not of this form.
 UNARY = [op for op, form in ir.SIGNATURES.items() if form in (("f", "f"), ("n", "n"))]
 BINARY = [op for op, form in ir.SIGNATURES.items() if form in (("ff", "f"), ("nn", "n"))]
 UNARY.remove("round")
@@ -35,7 +35,7 @@ UNARY.remove("round")
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Node:
-    """Draw a float expression over the score, indices and three captured tensors, with sharing."""
+    """Draw a float expression over the score, indices and three captured tensors."""
     pool = [score, slope, bias, plane, cast(q, F32), cast(build("sub", q, kv), F32)]
     numbers = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 1.0, 2.0, 2.5])
     for _ in range(draw(st.integers(1, 9))):
@@ -69,7 +69,7 @@ def inputs(seed: int) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def gradients(found: Adjoint, env: dict[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return dscore, the gradient of each table, and the sizes of the terms they are made of."""
+    """Return dscore, the gradient of each table, and the size of the terms of each sum."""
     memo: dict[Node, Tensor] = {}
     full = tuple(SIZES.values())
     cotangents = [found.dscore, *(c for _, c in found.loads)]
@@ -276,7 +276,7 @@ def test_branches_of_one_condition_are_merged() -> None:
 
 @st.composite
 def branching(draw: st.DrawFn) -> Node:
-    """Draw a sum of selections by one condition, whose branches share parts in any order."""
+    """Draw a sum of `where` nodes with one condition, whose branches share subexpressions."""
     condition = build(draw(st.sampled_from(["lt", "le", "eq"])), q, kv)
     parts = [score, slope, *(build("mul", score, const(k)) for k in (2.0, -1.0, 0.5, 3.0))]
     parts += [build("neg", score), build("tanh", score), const(0.0)]
@@ -300,7 +300,7 @@ def test_branches_of_one_condition_agree_with_autograd(root: Node, seed: int) ->
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_each_branch_keeps_its_side(swapped: bool) -> None:
-    """The cotangent of the branch that is the score itself is added first, on either side."""
+    """The adjoint of a `where` keeps the cotangents in the order of its branches."""
     condition, grad = build("lt", q, kv), arg("grad")
     branches = [score, build("mul", score, const(3.0))]
     slopes = [grad, build("mul", grad, const(3.0))]

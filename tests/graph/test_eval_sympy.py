@@ -1,4 +1,4 @@
-"""Compare sympy with torch: every operation's value, and derivatives with the adjoint."""
+"""Compare sympy with torch for every operation, and its derivatives with the adjoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ours(root: Node, at: dict[str, float]) -> float:
 
 @st.composite
 def smooth_graphs(draw: st.DrawFn) -> Node:
-    """Draw expressions without kinks; arguments of partial functions stay in their domain."""
+    """Draw differentiable expressions whose partial functions get arguments in their domain."""
     pool = [score, slope, bias, build("sub", q, kv), build("mul", score, slope)]
     for _ in range(draw(st.integers(1, 6))):
         pick = st.sampled_from(pool)
@@ -113,7 +113,7 @@ OPERANDS = {
 
 
 def samples() -> list[Node]:
-    """Return each operation on each type it takes, with varying arguments."""
+    """Return one node for each operation and argument type."""
     found = [ir.node("round", score, attr="bfloat16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:

@@ -1,4 +1,4 @@
-"""Check that nodes are interned, typed, and survive being written as text."""
+"""Check that nodes are interned and typed, and that they survive a round trip through text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnkit.graph.simplify import build
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Node:
-    """Draw a random f32 graph with constants, loads and shared parts."""
+    """Draw a random f32 graph with constants, loads and shared subexpressions."""
     ints = [arg("q"), arg("kv"), arg("h"), const(draw(st.integers(-9, 9)))]
     floats = [arg("score"), const(draw(st.floats(width=32))), load(0, F32, [arg("h"), arg("q")])]
     for _ in range(draw(st.integers(0, 8))):

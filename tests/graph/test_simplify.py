@@ -1,4 +1,4 @@
-"""Check that every rewrite rule is exact on random values, NaN and infinities included."""
+"""Check that every rewrite rule is exact on random values, including NaN and infinities."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def cases() -> list[tuple[str, tuple[Node, ...]]]:
 
 
 def defined(op: str, args: tuple[Node, ...]) -> bool:
-    """Exclude what has no value: integer division by zero, and large or negative shift counts."""
+    """Return whether an operation is defined: no integer division by zero, shift counts 0 to 7."""
     if op in ("fdiv", "mod", "tdiv") and args[0].type == I32:
         return bool((values(args[1]) != 0).all())
     if op in ("shl", "shr"):
@@ -128,7 +128,7 @@ def test_promotion_is_that_of_torch_scalars() -> None:
 
 _Q, _KV, _SCORE, _TRUE, _FALSE = arg("q"), arg("kv"), arg("score"), const(True), const(False)
 _NEAR = build("lt", _Q, _KV)
-# What a rule that is dropped would leave correct and larger.
+# Expressions that would stay correct but larger if their rule were dropped.
 SMALLER: list[tuple[str, tuple[Node, ...], Node]] = [
     ("add", (const(0), _Q), _Q),
     ("sub", (_Q, const(0)), _Q),

@@ -1,4 +1,4 @@
-"""Check that each value gets the smallest level, and that splitting a linear score is exact."""
+"""Check that each value gets the lowest level, and that splitting a linear score is exact."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_levels_of_a_mod() -> None:
 
 @given(st.frozensets(st.sampled_from(["b", "h", "scale", "q", "kv", "score", "grad"])))
 def test_level_is_the_smallest_that_knows(names: frozenset[str]) -> None:
-    # squares, so that q and kv do not meet in a difference
+    # squares, so that no difference q - kv occurs
     squares = [build("mul", cast(arg(n), F32), cast(arg(n), F32)) for n in sorted(names)]
     root = functools.reduce(lambda a, b: build("mul", a, b), squares, load(0, F32, []))
     known = {
@@ -64,7 +64,10 @@ def test_a_distance_is_relative(i: int, j: int, op: str) -> None:
 
 
 def test_a_comparison_of_positions_is_relative() -> None:
-    """Its sides are not, but it reads only their distance; a sum of positions is no distance."""
+    """A comparison of q and kv is relative if it depends on q - kv alone.
+
+    Its two sides are not relative by themselves, and a sum of positions is not a distance.
+    """
     q, kv = arg("q"), arg("kv")
     for op in ("lt", "le", "eq"):
         assert is_relative(build(op, q, kv))

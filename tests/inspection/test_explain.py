@@ -1,4 +1,4 @@
-"""Check that `explain` says what a variant means and how it would run."""
+"""Check that `explain` describes what a variant computes and how it would run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check predicted schedules: numbers, the report of `explain`, pictures."""
+"""Check predicted schedules: their numbers, their report in `explain`, and their pictures."""
 
 from __future__ import annotations
 

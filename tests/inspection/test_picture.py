@@ -111,7 +111,7 @@ def test_shares_of_reduced_pictures(
 
 
 def bars(path: Path, colour: str) -> int:
-    """Count the shapes of an SVG file that have a colour (one more for the legend)."""
+    """Count the SVG elements with a colour (tiles plus one in the legend)."""
     return sum(colour in (e.get("style") or "") for e in ElementTree.parse(path).iter())
 
 

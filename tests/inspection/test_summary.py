@@ -1,4 +1,4 @@
-"""Check that counts of a mask agree with the dense mask and FlexAttention's tensors."""
+"""Check that tile counts of a mask agree with the dense mask and FlexAttention's tensors."""
 
 from __future__ import annotations
 

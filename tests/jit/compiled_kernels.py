@@ -1,4 +1,4 @@
-"""Define small kernels and host functions that the tests of compiled kernels compile."""
+"""Define small kernels and host functions that the tests of compiled kernels use."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def vector(dtype: Any = Float32) -> Any:
 
 
 def matrix(dtype: Any = Float32) -> Any:
-    """Make rows of any length and 64-bit stride, both multiples of 8."""
+    """Return a fake matrix whose row length and 64-bit stride are multiples of 8."""
     shape = (cute.sym_int(), cute.sym_int(divisibility=8))
     stride = (cute.sym_int64(divisibility=8), 1)
     return make_fake_tensor(dtype, shape, stride, assumed_align=16)
 
 
 class Affine:
-    """Computes y[i, 0] = x[i, 0] a + constant + the sum of the captured vectors' c[i], i < n."""
+    """Kernel: y[i, 0] = x[i, 0] a + constant + the sum of the captured vectors' c[i], for i < n."""
 
     def __init__(self, constant: float = 0.0) -> None:
         self.constant = constant
@@ -70,9 +70,9 @@ def affine(constant: float = 0.0, captured: int = 2) -> Build:
 
 @cute.jit
 def report(out: cute.Tensor, tensors: list, a: Int32, b: Float32, c: Int64, d: Boolean):
-    """Write what arrived into `out`: sizes, strides and address of each tensor, then the numbers.
+    """Write the received arguments into `out`: sizes, strides and address of each tensor, numbers.
 
-    Nothing is launched: it runs on the CPU.
+    The function runs on the CPU and launches nothing.
     """
     k = 0
     for t in tensors:
@@ -87,11 +87,11 @@ def report(out: cute.Tensor, tensors: list, a: Int32, b: Float32, c: Int64, d: B
 
 
 class RegisterProduct:
-    """Computes C [64, 64] += A B^T four times, with A [64, 64] in registers and changed between
-    products.
+    """Kernel: C [64, 64] += A B^T four times, with A [64, 64] in registers.
 
-    Changed while the product before may still read it, A makes the assembler wait for every
-    single instruction (`hasty`); changed after a wait, it does not.
+    A changes between the products. If it changes while the previous product may still read it
+    (`hasty`), the assembler waits for every single instruction. If it changes after a wait, the
+    assembler does not.
     """
 
     def __init__(self, hasty: bool) -> None:
@@ -162,7 +162,7 @@ def register_product(hasty: bool) -> Build:
 
 
 class Spilling:
-    """Keeps more values than a thread has registers: 300 loads, then their products."""
+    """Kernel that keeps more values than a thread has registers: 300 loads, then their products."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):

@@ -1,4 +1,4 @@
-"""Compare CUBIN statistics with the assembler's report, and instructions with nvdisasm."""
+"""Compare statistics read from CUBINs with the assembler's report, and code with nvdisasm."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def test_spilled_registers_are_a_problem(cubins: dict[str, bytes]) -> None:
 
 
 def test_serialised_products_are_a_problem(cubins: dict[str, bytes]) -> None:
-    """The same loop of four products changes A after the wait or before it."""
+    """A loop whose products the assembler serialises is reported as a problem.
+
+    The two kernels have the same loop of four products and change A after the wait or before it.
+    """
     assert problems(cubins["affine"], "sm_90a") == ()
     assert problems(cubins["patient"], "sm_90a") == ()
     (patient,) = loops(*kernel_code(cubins["patient"]).values())
@@ -160,7 +163,7 @@ def test_what_is_no_cubin_is_refused(cubins: dict[str, bytes]) -> None:
 
 @given(data=st.data())
 def test_a_damaged_cubin_is_refused_or_read(cubins: dict[str, bytes], data: st.DataObject) -> None:
-    """Damaged files raise no error but ArgumentError."""
+    """A damaged CUBIN raises no error other than ArgumentError."""
     damaged = bytearray(cubins["affine"])
     for _ in range(data.draw(st.integers(0, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""Check kernels on disk: damaged, foreign and outdated entries, many processes, bad folders."""
+"""Check the disk cache: damaged, foreign and outdated entries, many processes, bad folders."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_use_corrects_a_date_in_the_future(cache: KernelCache) -> None:
 def test_the_folder_is_removed_during_a_write(
     cache: KernelCache, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process clears the cache; the kernel is compiled and in use anyway."""
+    """A write survives another process that removes the folder, and the next write succeeds."""
     real = getattr(os, step)
 
     def removed(*arguments: Any) -> Any:
@@ -190,7 +190,7 @@ def test_the_folder_is_removed_during_a_write(
 
 @pytest.fixture
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as a user without HOME and without a line in the table of users."""
+    """Patch the environment to a user without HOME and without an entry in the user database."""
     import pwd
 
     def nobody(uid: int) -> None:
@@ -228,7 +228,7 @@ def test_without_a_home_the_folder_is_a_temporary_one(
 def test_a_home_that_cannot_be_written_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container may have its kernels in a home directory that is read-only."""
+    """The cache folder is in a read-only home directory if kernels are there, as in containers."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / ".cache" / "attnkit"
     folder.mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_nothing_behind(
     assert [p.suffix for p in cache.folder.iterdir()] == [".kernel"]
 
 
-# -- what another user could have written ---------------------------------------------------------
+# -- files that another user could have written ---------------------------------------------------
 
 
 STRANGER = 54321  # the uid of another user
@@ -340,7 +340,7 @@ STRANGER = 54321  # the uid of another user
 
 @pytest.fixture
 def owners(monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
-    """Return a table of files that belong to another user as far as this process can see."""
+    """Return a table {file: uid} of owners that `os.stat` reports to this process."""
     table: dict[Path, int] = {}
     real = {name: getattr(os, name) for name in ("stat", "lstat", "fstat")}
 
@@ -401,7 +401,10 @@ def test_a_folder_of_another_user_is_not_read(cache: KernelCache, owners: dict[P
 def test_an_entry_of_another_user_is_not_read(
     owners: dict[Path, int], named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for a folder that the user named."""
+    """An entry of another user is not read, unless that user is root.
+
+    This holds also for a folder that the user named.
+    """
     if not named:
         monkeypatch.delenv("ATTNKIT_CACHE_DIR")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -472,7 +475,7 @@ def test_no_entry_is_larger_than_the_limit(
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with one entry, as its owner fills it, under the variable that shares it."""
+    """Return a folder with one entry, set as the shared cache by its environment variable."""
     folder = tmp_path / "shared"
     monkeypatch.setenv("ATTNKIT_SHARED_CACHE_DIR", str(folder))
     with monkeypatch.context() as patch:
@@ -538,7 +541,7 @@ def test_a_shared_cache_that_does_not_exist_is_a_warning(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become two users"
 )
 def test_two_users_compile_once() -> None:
-    """One fills the shared folder; the other one reads it and cannot write there."""
+    """A second user reads kernels from the shared folder that the first one filled."""
     with tempfile.TemporaryDirectory() as name:  # pytest's folders are for root alone
         folder = Path(name)
         folder.chmod(0o755)
@@ -612,7 +615,7 @@ def test_a_wait_for_a_process_that_hangs_ends(
 
 # -- kernels -------------------------------------------------------------------------------------
 
-# Makes one kernel; each compilation leaves a line in a log.
+# Requests one kernel; each compilation appends a line to a log.
 MAKE = """
 import sys
 import attnkit.jit.kernel as c
@@ -662,7 +665,7 @@ def test_a_process_that_dies_while_compiling_holds_nobody_up(tmp_path: Path) -> 
 
 
 class Counted:
-    """A source that counts its builds."""
+    """Kernel source that counts its builds."""
 
     def __init__(self) -> None:
         pytest.importorskip("cutlass")
@@ -773,12 +776,15 @@ def test_a_failed_build_leaves_nothing(counted: Counted) -> None:
 
 
 def _package(root: Path) -> Path:
-    """Copy the package's files, with links resolved."""
+    """Copy the package's files to `root`, with links resolved; return the copy's folder."""
     return Path(shutil.copytree(FOLDER, root / "attnkit", ignore=shutil.ignore_patterns("*.pyc")))
 
 
 def test_every_file_that_shapes_a_kernel_enters_the_digest(tmp_path: Path) -> None:
-    """An edited, renamed or new file counts in every room that decides a kernel, and in new rooms."""
+    """An edited, renamed or new file changes the digest in every room that shapes kernels.
+
+    Rooms that do not exist yet count too.
+    """
     root = _package(tmp_path)
     seen = {kernel.sources_digest(str(root))}
 

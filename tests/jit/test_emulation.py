@@ -1,4 +1,4 @@
-"""Check compiled kernels in the emulator: sessions, the time limit, a missing C compiler."""
+"""Check compiled kernels in the emulator: sessions, time limit, missing C compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.emulator.ptx_kit import kernel, per_thread, pointers
 
 
 class Compiled:
-    """Stands for a compiled kernel, with code from PTX text."""
+    """Stub of a compiled kernel whose code is PTX text."""
 
     def __init__(self, text: str, name: str = "kernel", **launch: Any) -> None:
         self.name, self.builds = name, 0
@@ -34,7 +34,7 @@ def doubling() -> tuple[Compiled, Any, Any]:
 
 
 def racing() -> Compiled:
-    """Return a kernel in which two warps store to the same address in shared memory, unordered."""
+    """Return a kernel in which two warps store to one shared-memory address without order."""
     body = "mov.u32 %r1, %tid.x; st.shared.u32 [dynamic], %r1;"
     return Compiled(kernel(body, pointers(0)), "racing", block=(64, 1, 1), shared=1024)
 
@@ -90,7 +90,10 @@ def test_faults_are_raised_where_nothing_keeps_them() -> None:
 
 
 def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
-    """The kernel adds to its output: predicting its time must not add a second time."""
+    """Predicting a kernel's timeline does not modify its arguments.
+
+    The kernel adds to its output, so a second execution would show.
+    """
     x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
     text = per_thread("add.f32 {o}, {a0}, {a0};", [x], out)
     text = text.replace("st.global.b32", "red.global.add.f32")

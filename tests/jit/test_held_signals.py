@@ -1,4 +1,4 @@
-"""Check that a signal during a compilation acts after it, once."""
+"""Check that a signal during a compilation takes effect after the compilation, once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_other_threads_hold_nothing() -> None:
     assert seen == [signal.default_int_handler]
 
 
-# Sends itself a Ctrl-C while it compiles, then asks for the kernel again.
+# Sends itself a Ctrl-C during a compilation, then requests the kernel again.
 COMPILE = """
 import os, signal
 from attnkit.jit import kernel

@@ -1,4 +1,4 @@
-"""Check compiled kernels: C interface on the CPU, calls, errors, and the emulator's view."""
+"""Check compiled kernels: C interface on the CPU, calls, errors, and use in the emulator."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Measured(Exception):
 
 
 def _most_faults() -> int:
-    """Return the most page faults of 500 calls, over the depths of the stack."""
+    """Return the largest number of page faults of 500 calls, over stack depths from 0 to 249."""
 
     def nothing() -> None:
         pass
@@ -120,7 +120,7 @@ def reporter() -> Artifact:
 
 
 def _meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: Any = torch.float32) -> Any:
-    """Return a tensor of any extent, without memory."""
+    """Return a tensor on the meta device, which has no memory."""
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
@@ -139,7 +139,7 @@ LONG = st.integers(0, 2**40)
 def test_a_host_function_receives_what_was_passed(
     n: Any, s: Any, a: int, b: float, c: int, d: bool
 ) -> None:
-    """It gets sizes, 64-bit strides, addresses and numbers of every kind, in order."""
+    """A host function receives sizes, 64-bit strides, addresses and numbers in order."""
     report = reporter()
     n = tuple(max(x, 2) for x in n)  # strides of axes with one element may change
     tensors = [
@@ -189,7 +189,7 @@ def test_calls_from_many_threads_do_not_mix() -> None:
 def test_an_object_that_was_not_linked_runs_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without a C compiler the DSL's linker loads the object."""
+    """Without a C compiler, the object file is loaded by the DSL's linker and works equally."""
     report = reporter()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -209,7 +209,7 @@ def test_an_object_that_was_not_linked_runs_too(
 
 
 def test_the_status_of_the_host_function_is_an_error() -> None:
-    """Without a driver, a launch fails with its status."""
+    """Without a driver, loading and launching raise LaunchError with the CUDA status."""
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
     artifact = compiled.kernel(affine_source()).artifact
@@ -513,7 +513,10 @@ def test_an_entry_with_other_content_is_compiled_again() -> None:
 
 
 def test_a_kernel_that_was_not_linked_is_linked_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No C compiler, or one that fails for once, makes no later process slow."""
+    """A kernel stored without being linked is linked and stored again by the next process.
+
+    Otherwise a C compiler that is missing or fails once would make later processes slow.
+    """
     source = affine_source()
     with monkeypatch.context() as patch:
         patch.setattr(loader, "_c_compiler", lambda: None)
@@ -543,7 +546,10 @@ def test_the_table_of_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_code_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is never unloaded, so a kernel that is read again must not take memory again."""
+    """A kernel that is read again uses the code that is already loaded.
+
+    Loaded code is never unloaded, so loading it again would take memory again.
+    """
     monkeypatch.setattr(loader, "_entries", {})
     report = reporter()
     parts = report.image, report.code, report.function, report.signature
@@ -599,7 +605,7 @@ def test_cpu_tensors_are_refused() -> None:
 
 
 def test_a_kernel_on_disk_needs_no_dsl() -> None:
-    """A fresh process reads it, checks and loads it without the DSL; none loads the emulator."""
+    """A fresh process reads, checks and loads a cached kernel without the DSL or the emulator."""
     program = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""Check that a relaunch passes the values that a full call passes."""
+"""Check that a relaunch passes the same values as a full call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPECS = st.lists(st.one_of(_TENSORS, _NUMBERS), max_size=6)
 
 
 class Entry:
-    """Stands for a loaded kernel; records the bytes of its launches."""
+    """Stub of a loaded kernel that records the bytes of its launches."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -54,7 +54,7 @@ def arguments(specs: list[Spec]) -> list[Any]:
 
 
 def packed(signature: Signature, given: Any, stream: int) -> bytes:
-    """Return the bytes that a full call passes."""
+    """Return the argument bytes that a full call passes."""
     values, _ = signature.gather(given, lambda device: stream)
     packing, offsets = signature.layout
     return packing.pack(*values).ljust(offsets[-1] + 8, b"\0")
@@ -88,7 +88,7 @@ def test_zeros_of_either_sign() -> None:
 
 
 def test_a_launch_within_a_launch() -> None:
-    """Another thread may launch before the first launch has returned."""
+    """A launch that begins before another returns does not change the other's values."""
     signature = Signature([NumberSpec("Int32")])
 
     class Nested(Entry):

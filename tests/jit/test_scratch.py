@@ -1,4 +1,4 @@
-"""Check compilations where temporary files have no room, and what killed processes left there."""
+"""Check compilations without space for temporary files, and cleanup after killed processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return a set of folders in which no file can grow."""
+    """Return a set of folders; writes to files in them fail with ENOSPC."""
     folders: set[str] = set()
     reserve, write = os.posix_fallocate, scratch.write_file
 
@@ -157,7 +157,7 @@ for w in caught:
 
 
 def _small_folder(folder: Path) -> list[str]:
-    """Return the beginning of a command for which a folder has 64 KiB; skip where that fails."""
+    """Return a command prefix that mounts 64 KiB at `folder`; skip the test if that fails."""
     mount = f'mount -t tmpfs -o size=64k none "{folder}" && head -c 60000 /dev/zero >"{folder}/x"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f'{mount}; exec "$@"', "sh"]
     if (
@@ -191,7 +191,7 @@ def test_a_first_compilation_with_a_full_temporary_folder(tmp_path: Path) -> Non
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a C compiler, a script for the test to write, that is found first."""
+    """Return the path of an empty script that is used as C compiler; tests write its content."""
     script = tmp_path / "bin" / "cc"
     script.parent.mkdir()
     script.touch(0o755)
@@ -222,7 +222,10 @@ def test_a_link_that_fails_is_a_warning(compiler: Path, text: str, said: str) ->
 
 @linux
 def test_a_link_runs_in_a_group_of_its_own(compiler: Path) -> None:
-    """Otherwise Ctrl-C in a terminal ends the linker in the middle of a compilation."""
+    """The linker runs in its own process group.
+
+    Otherwise Ctrl-C in a terminal would end the linker in the middle of a compilation.
+    """
     pytest.importorskip("cutlass")
     compiler.write_text('#!/bin/sh\nps -o pgid= -p $$ >"$5"\n')
     compiler.write_text(

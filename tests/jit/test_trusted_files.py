@@ -1,4 +1,4 @@
-"""Check which files are trusted, for any owner and mode."""
+"""Check which files are trusted, for each combination of owner and mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draw random instances of every mask, each with its definition in plain Python.
 
-A definition says whether query q keeps key kv, from the words of the docstring alone: sets, lists
-and loops, none of the arithmetic of the mask.
+A definition says whether query q keeps key kv. It follows the words of the docstring with sets,
+lists and loops, and shares no arithmetic with the mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES: dict[str, st.SearchStrategy[Case]] = {}
 
 
 def case(function: Callable[[Draw], Case]) -> Callable[[Draw], Case]:
-    """Register a way to draw a case under the function's name, that of the mask."""
+    """Register a strategy under the function's name, which is the name of the mask."""
     CASES[function.__name__] = st.composite(function)()
     return function
 
@@ -57,9 +57,9 @@ def bools(draw: Draw, *shape: int) -> torch.Tensor:
 
 
 def alignment(draw):
-    """Draw arguments of an alignment, query length, kv lengths by batch entry, and positions.
+    """Draw an alignment: arguments, q_len, kv_len per batch entry, and a position function.
 
-    The last maps (b, q) to the key position of a query, which may be before the first key.
+    The function maps (b, q) to the key position of a query, which may be negative.
     """
     q_len, kv_len = draw(lengths), draw(lengths)
     if draw(st.booleans()):
@@ -71,7 +71,7 @@ def alignment(draw):
         given = torch.tensor(own)
 
     def place(b, q):
-        after = q_len - 1 - q  # queries after this one, the last of which stands at the last key
+        after = q_len - 1 - q  # number of queries after this one; the last query is at the last key
         return own[b] - 1 - after
 
     return {"align": "bottom-right", "q_len": q_len, "kv_len": given}, q_len, own, place

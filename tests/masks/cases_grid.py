@@ -1,4 +1,4 @@
-"""Draw cases of masks over grids of tokens; see `cases`."""
+"""Draw cases of masks over token grids (see `cases`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def places(shape, tile=None) -> list[tuple[int, ...]]:
 
 
 def neighbours(at, length, kernel, stride, dilation, causal) -> set[int]:
-    """Return what one position sees along an axis, found by moving a window over a list."""
+    """Return the positions that `at` sees along one axis, found by moving a window over a list."""
     line = [i for i in range(length) if i % dilation == at % dilation]
     own = line.index(at)
     group = [i for i in range(len(line)) if i // stride == own // stride]

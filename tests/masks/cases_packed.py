@@ -1,4 +1,4 @@
-"""Draw cases of masks over packed, padded, drafted and paged sequences; see `cases`."""
+"""Draw cases of masks over packed, padded, draft and paged sequences (see `cases`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def two_packings(draw):
 
 
 def inside(draw, rows, columns):
-    """Draw a mask inside of each document: arguments, and the definition of the whole mask."""
+    """Draw a mask within documents; return its arguments and the definition of the whole mask."""
     kind = draw(st.sampled_from(["none", "causal", "window"]))
     if kind == "none":
         return {}, lambda b, h, q, kv: rows[q] == columns[kv]
@@ -127,7 +127,7 @@ def shared_prefix(draw):
 
 
 def drafted(draw, count):
-    """Draw a context before the drafts: the argument of the mask, and its length by batch entry."""
+    """Draw a context before the drafts: the mask's argument, and the length per batch entry."""
     if draw(st.booleans()):
         length = draw(st.integers(0, 6))
         return length, [length]

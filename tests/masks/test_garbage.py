@@ -1,7 +1,7 @@
-"""Call every function of both libraries with garbage: only attnkit's own errors come out.
+"""Check that garbage arguments of library functions raise only attnkit's own errors.
 
 Each argument of a valid call is replaced by each of many values of the wrong kind. A call may
-succeed, where the value means something; the result is then used, with the same promise.
+succeed if the value is meaningful; its result is then used under the same condition.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLE = torch.ones(2, 5)
 
 
 class Strange:
-    """An object that is equal to nothing, not even to itself, and has no truth value."""
+    """Object whose comparison and truth value raise errors."""
 
     def __eq__(self, other):
         raise ValueError("no comparison")
@@ -65,7 +65,7 @@ def _quantized():
     return torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint32)
 
 
-# A valid call of each function, with every argument.
+# valid arguments for each function, all of them given
 CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     masks.bigbird: {"random_blocks": INTS[None], "block": 2, "window_blocks": 1, "global_blocks": 1},
     masks.block_diagonal: {"size": 2, "kv_size": 3},
@@ -116,12 +116,12 @@ NAMES = {f"{f.__module__.split('.')[1]}.{f.__name__}": f for f in CALLS}
 
 
 def call(function, arguments):
-    """Call a function; `compose` takes its argument by position."""
+    """Call a function with keyword arguments; `compose` gets its argument by position."""
     return function(*arguments.values()) if function is mods.compose else function(**arguments)
 
 
 def use(result):
-    """Compute attention with a mask or a mod that came out, at sizes that its tables allow."""
+    """Compute attention with a mask or mod, at sizes that fit its tables."""
     if not callable(result):
         return
     declared = sizes_for(result)

@@ -1,4 +1,4 @@
-"""Check that every mask equals its definition, eagerly and traced, and that its tiles are exact."""
+"""Check that every mask equals its definition, eagerly and traced, with exact tiles."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_tiles_are_exact(name, block):
 
 
 def state(tile):
-    """Return 0 where a tile [B, H, rows, columns] keeps nothing, 1 something, 2 everything."""
+    """Return the state of a tile [B, H, rows, columns]: 0 empty, 1 partial, 2 full."""
     return tile.flatten(-2).any(-1).int() + tile.flatten(-2).all(-1).int()
 
 

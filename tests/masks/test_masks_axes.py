@@ -1,4 +1,4 @@
-"""Check that library masks refuse calls that their tables do not fit."""
+"""Check that library masks refuse calls of other sizes than their tables."""
 
 from __future__ import annotations
 

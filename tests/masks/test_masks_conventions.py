@@ -1,4 +1,4 @@
-"""Check masks against the conventions of FlashAttention and Hugging Face, written out."""
+"""Compare masks with written-out conventions of FlashAttention and Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KV = torch.tensor([0, 5, 6])
 
 
 def flash_window(q_len, kv_len, left, right):
-    """Return FlashAttention's window: keys from q + Skv - Sq - left to q + Skv - Sq + right."""
+    """Return FlashAttention's window: keys q + Skv - Sq - left to q + Skv - Sq + right."""
     at = torch.arange(q_len)[:, None] + kv_len - q_len
     kv = torch.arange(kv_len)
     return (kv >= at - (left if left >= 0 else kv_len)) & (

@@ -1,4 +1,4 @@
-"""Check bad arguments of masks: each error names the argument, what came and what was expected."""
+"""Check that errors about masks' arguments name the argument, its value and the expectation."""
 
 from __future__ import annotations
 

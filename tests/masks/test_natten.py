@@ -1,4 +1,4 @@
-"""Check neighbourhoods along one axis, for every small choice of parameters."""
+"""Check one-dimensional neighbourhoods for every small choice of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check what NaN and infinity in padding do, and that `zero_padding` keeps them out."""
+"""Check the effect of NaN and infinity in padding, and that `zero_padding` removes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = 40
 
 
 def inputs(padding, requires_grad=False):
-    """Draw query, key and value [2, 2, 40, 8] whose rows after `LENGTHS` are `padding`."""
+    """Draw query, key and value [2, 2, 40, 8] whose rows beyond `LENGTHS` are `padding`."""
     torch.manual_seed(0)
     tensors = [torch.randn(2, 2, S, 8) for _ in range(3)]
     for t in tensors:

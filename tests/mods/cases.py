@@ -1,7 +1,7 @@
 """Draw random instances of every mod, each with its formula written out for one score.
 
-A formula takes a 0-d float64 score and Python ints, and indexes learned tables with them, so that
-autograd through it gives the gradients too.
+A formula takes a 0-d float64 score and Python ints and indexes learned tables with them, so
+autograd gives the reference gradients.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CASES: dict[str, st.SearchStrategy[Case]] = {}
 
 
 def case(function):
-    """Register a way to draw a case under the function's name, that of the mod."""
+    """Register a strategy under the function's name, which is the name of the mod."""
     CASES[function.__name__] = st.composite(function)()
     return function
 
 
 def learned(draw, *shape, low=-2.0, high=2.0):
-    """Draw a float64 table that requires grad; hypothesis seeds torch's generator."""
+    """Draw a float64 table that requires grad, from torch's generator seeded by hypothesis."""
     draw(st.integers(0, 3))  # another example, other numbers
     return (low + (high - low) * torch.rand(shape, dtype=torch.float64)).requires_grad_()
 
@@ -52,7 +52,7 @@ def softcap(draw):
 
 
 def paper_slopes(heads):
-    """Compute ALiBi's slopes as the paper does, by recursion."""
+    """Compute ALiBi's slopes recursively, as the paper does."""
     start = 2 ** (-8 / heads)
     if math.log2(heads).is_integer():
         return [start * start**i for i in range(heads)]
@@ -78,7 +78,7 @@ def alibi(draw):
 
 
 def t5_bucket(distance, count, max_distance):
-    """Compute T5's bucket: exact + floor(log(d / exact) / log(max / exact) * rough)."""
+    """Compute T5's bucket, exact + floor(log(d / exact) / log(max / exact) * rough), exactly."""
     exact = count // 2
     rough = count - exact
     if distance < exact:
@@ -156,7 +156,7 @@ def head_gate(draw):
 
 
 def row_lengths(draw):
-    """Draw the number of keys of each row: as an argument of the mod, and as a function."""
+    """Draw the number of keys per row, as an argument of the mod and as a function of (b, q)."""
     kind = draw(st.sampled_from(["causal", "constant", "batch"]))
     if kind == "causal":
         return None, lambda b, q: q + 1

@@ -1,4 +1,4 @@
-"""Check that every mod equals its formula, in value and gradients, eagerly and traced."""
+"""Check that every mod equals its formula in value and gradients, eagerly and traced."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_every_mod_has_a_formula_and_an_example():
 
 
 def positions(sizes):
-    """Return b, h, q, kv as int32 tensors that broadcast to `sizes`."""
+    """Return b, h, q, kv as int32 tensors of shape `sizes`, by name."""
     places = [torch.arange(n, dtype=torch.int32) for n in sizes]
     return dict(zip(("b", "h", "q", "kv"), torch.meshgrid(*places, indexing="ij"), strict=True))
 
 
 def traced_values(mod, score):
-    """Evaluate the traced mod at every position of scores [B, H, Sq, Skv], in their dtype."""
+    """Evaluate the traced mod on scores [B, H, Sq, Skv], in their dtype."""
     found = trace(mod, "score")
     env = {**positions(score.shape), "score": score}
     (values,) = evaluate([found.root], env, found.tensors, score.dtype)
@@ -45,7 +45,7 @@ def traced_values(mod, score):
 
 
 def gradients(values, cotangent, tensors):
-    """Return gradients of the finite values; a score of -inf has no gradient."""
+    """Return gradients of the finite values; a score of -inf contributes none."""
     kept = values.isfinite()
     if not values.requires_grad:
         return [torch.zeros_like(t) for t in tensors]

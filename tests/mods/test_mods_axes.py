@@ -1,4 +1,4 @@
-"""Check that library mods refuse calls that their tables do not fit, and that they can be shifted."""
+"""Check that library mods refuse calls of other sizes than their tables, and can be shifted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_BATCH = [n for n, e in EXAMPLES.items() if "b" in reads(trace(e.mod, "score")
 
 
 def call(mod, batch, heads, q_len, kv_len, kv_heads=None):
-    """Call attention with tensors without data: everything is checked, nothing computed."""
+    """Call attention with meta tensors, which checks the arguments but computes nothing."""
     key = torch.ones(batch, kv_heads or heads, kv_len, 4, device="meta")
     query = torch.ones(batch, heads, q_len, 4, device="meta")
     flex_attention(query, key, key, mod, enable_gqa=kv_heads is not None)
@@ -103,7 +103,7 @@ def test_a_shifted_mod_is_the_mod_at_other_positions(name, by):
 
 
 def test_a_cached_decode_is_a_part_of_the_whole():
-    """Check a learned, shifted mod in attention, gradients included."""
+    """A shifted mod on the last queries gives that part of the full result, and its gradients."""
     torch.manual_seed(0)
     slopes = torch.rand(2, requires_grad=True)
     query, key, value = torch.randn(3, 1, 2, 12, 8).unbind(0)

@@ -1,4 +1,4 @@
-"""Run mutmut on the core, `[tool.mutmut]` in pyproject.toml, and read what it found."""
+"""Run mutmut on the core (`[tool.mutmut]` in pyproject.toml) and read its results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NO_MUTANT = "no_such_mutant"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts the mutants of a run.
+    """Hold the results of a mutation run.
 
     Attributes:
-        killed: how many a test noticed, or ran out of time with.
-        survivors: names of those that no test noticed.
-        uncovered: names of those in functions that no test calls.
+        killed: number of mutants that a test detected or that ran out of time.
+        survivors: names of the mutants that no test detected.
+        uncovered: names of the mutants in functions that no test calls.
     """
 
     killed: int
@@ -32,13 +32,13 @@ class Outcome:
 
 
 def run(sample: int, seed: int, only: str, children: int) -> Outcome:
-    """Draw mutants of the core and run the tests that call the function of each.
+    """Draw mutants of the core and run the tests that call each mutated function.
 
     Args:
-        sample: how many to draw; 0 for all.
-        seed: of the draw.
-        only: text that the names contain.
-        children: processes that run at once.
+        sample: number of mutants to draw; 0 for all.
+        seed: seed of the draw.
+        only: draw only mutants whose name contains this.
+        children: number of processes that run in parallel.
     """
     _mutmut([NO_MUTANT], children)  # writes the mutants, and finds out which test calls what
     names = sorted(name for name, _ in statuses() if only in name)
@@ -49,13 +49,13 @@ def run(sample: int, seed: int, only: str, children: int) -> Outcome:
 
 
 def statuses(root: Path = ROOT) -> Iterator[tuple[str, int | None]]:
-    """Yield the name and the exit status of each mutant that mutmut wrote."""
+    """Yield (name, exit status) of each mutant that mutmut generated."""
     for file in sorted((root / "mutants").rglob("*.py.meta")):
         yield from json.loads(file.read_text())["exit_code_by_key"].items()
 
 
 def outcome(names: Sequence[str], root: Path = ROOT) -> Outcome:
-    """Count the outcomes of mutants that have run."""
+    """Summarize the mutants in `names` that have run."""
     found = dict(statuses(root))
     ran = {name: found[name] for name in names if found[name] is not NOT_RUN}
     survivors = tuple(name for name, status in ran.items() if status == SURVIVED)
@@ -64,7 +64,7 @@ def outcome(names: Sequence[str], root: Path = ROOT) -> Outcome:
 
 
 def difference(name: str) -> str:
-    """Return what a mutant changes, as a unified diff."""
+    """Return the change that a mutant makes, as a unified diff."""
     command = [sys.executable, "-m", "mutmut", "show", name]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return shown.stdout

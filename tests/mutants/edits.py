@@ -1,4 +1,4 @@
-"""Apply one edit (a mutant) to a copy of the repository, and see whether tests notice it."""
+"""Apply one edit (a mutant) to a copy of the repository and check whether tests detect it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NOTICED = (1, 2)
 
 @dataclass(frozen=True)
 class Edit:
-    """Describes a replacement in a file, and the tests that should fail with it.
+    """Describe a replacement in a file, and the tests that should fail with it.
 
     Attributes:
-        name: for reports.
-        path: file, from the root of the repository.
-        start, end: the characters that are replaced.
-        text: what replaces them.
+        name: name for reports.
+        path: path of the file, relative to the root of the repository.
+        start, end: range of characters to replace.
+        text: replacement text.
         tests: arguments for pytest.
     """
 
@@ -34,17 +34,17 @@ class Edit:
     tests: tuple[str, ...]
 
     def applied(self, source: str) -> str:
-        """Return the file's text with the edit."""
+        """Return the file's text with the edit applied."""
         return source[: self.start] + self.text + source[self.end :]
 
 
 def replacement(
     name: str, path: str, before: str, after: str, tests: tuple[str, ...], root: Path = ROOT
 ) -> Edit:
-    """Describe the replacement of a text that a file contains exactly once.
+    """Return the edit that replaces `before`, which the file contains exactly once, by `after`.
 
     Raises:
-        ValueError: the file does not contain it, or more than once.
+        ValueError: the file does not contain `before`, or contains it more than once.
     """
     source = (root / path).read_text()
     if (count := source.count(before)) != 1:
@@ -54,7 +54,7 @@ def replacement(
 
 
 def copy_repository(folder: Path, root: Path = ROOT) -> None:
-    """Copy the files that git tracks or would add, links as links."""
+    """Copy all files that git tracks or would add to `folder`; links stay links."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -66,7 +66,7 @@ def copy_repository(folder: Path, root: Path = ROOT) -> None:
 
 
 def run_tests(folder: Path, tests: tuple[str, ...], seconds: float) -> int | None:
-    """Run tests in a copy until one fails; return pytest's exit status, None if time ran out."""
+    """Run tests in a copy until one fails; return pytest's exit status, None on a timeout."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {
         **os.environ,
@@ -83,12 +83,12 @@ def run_tests(folder: Path, tests: tuple[str, ...], seconds: float) -> int | Non
 
 
 def noticed(edit: Edit, folder: Path, seconds: float = 900.0) -> bool:
-    """Apply an edit to a copy, run its tests, and take it back; return whether a test failed.
+    """Apply an edit to a copy, run its tests, and revert it; return whether a test failed.
 
     A run that does not end within `seconds` counts as failed.
 
     Raises:
-        ValueError: pytest did not run the tests: it found none, or did not know an argument.
+        ValueError: pytest did not run the tests, because it found none or rejected an argument.
     """
     path = folder / edit.path
     source = path.read_text()

@@ -1,7 +1,7 @@
 """Generate small edits of the kernel templates: other constants, conditions and operators.
 
-mutmut edits Python functions at run time, which does not suit code that the DSL traces: a kernel is
-compiled from its source text, and cached by it. So these edits are made in the files.
+mutmut patches Python functions at run time. That does not work for kernels, which the DSL compiles
+from their source text and caches by it. Therefore these edits are made in the files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.mutants.edits import ROOT, Edit
 
 FOLDERS = ("templates/common", "templates/sm90", "templates/sm100")
 
-# The tests that run the code of a file in the emulator, nearest first; the longest prefix counts.
+# path prefix -> the tests that run that code in the emulator; the longest prefix counts
 NEAREST = {
     "templates/common/combine.py": "test_combine.py",
     "templates/common/exact_sums.py": "test_sm90_backward.py",
@@ -47,7 +47,7 @@ NAMES = {"fmax": "fmin", "fmin": "fmax", "max": "min", "min": "max"}
 
 
 def nearest_tests(path: str) -> tuple[str, ...]:
-    """Return the tests that run the code of a template's file."""
+    """Return the tests that run the code in a template file, as arguments for pytest."""
     prefix = max((p for p in NEAREST if path.startswith(p)), key=len)
     return (f"tests/templates/{NEAREST[prefix]}",)
 
@@ -61,7 +61,7 @@ def kernel_edits(root: Path = ROOT) -> Iterator[Edit]:
 
 
 def edits_of(source: str, path: str, tests: tuple[str, ...]) -> Iterator[Edit]:
-    """Yield the edits of a file's functions."""
+    """Yield the edits of all functions in a file."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -105,7 +105,7 @@ def edits_of(source: str, path: str, tests: tuple[str, ...]) -> Iterator[Edit]:
 
 
 def _in_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of all function bodies, without annotations, docstrings and raised errors."""
+    """Yield the nodes of all function bodies except annotations, docstrings and raised errors."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name != "__post_init__":
             for statement in node.body:

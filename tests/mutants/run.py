@@ -1,8 +1,8 @@
 """Run mutants: `python -m tests.mutants.run named`, `core --sample 200`, `kernels --sample 20`.
 
-`named` runs the edits of named.toml, each of which a test must notice. `core` draws mutants of
+`named` runs the edits of named.toml, each of which a test must detect. `core` draws mutants of
 mutmut. `kernels` draws edits of the kernel templates; each compiles its kernels again, which takes
-minutes. Survivors are printed; the exit status is 1 if fewer than `--least` percent are killed.
+minutes. The program prints the survivors and returns 1 if fewer than `--least` percent are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMED = Path(__file__).parent / "named.toml"
 
 
 def named_edits(root: Path = ROOT) -> list[Edit]:
-    """Read the edits of named.toml."""
+    """Return the edits that named.toml describes."""
     return [
         replacement(m["name"], m["path"], m["before"], m["after"], tuple(m["tests"]), root)
         for m in tomllib.loads(NAMED.read_text())["mutant"]
@@ -32,13 +32,13 @@ def named_edits(root: Path = ROOT) -> list[Edit]:
 
 
 def drawn_edits(sample: int, seed: int, only: str) -> list[Edit]:
-    """Draw edits of the kernels whose names contain `only`; all if `sample` is 0."""
+    """Draw `sample` kernel edits whose name contains `only`; return all if `sample` is 0."""
     edits = [e for e in kernel_edits() if only in e.name]
     return random.Random(seed).sample(edits, min(sample, len(edits))) if sample else edits
 
 
 def run_edits(edits: Sequence[Edit], seconds: float) -> list[Edit]:
-    """Run edits in a copy of the repository, print the verdicts, and return the survivors."""
+    """Run edits in a copy of the repository and print the verdicts; return the survivors."""
     survivors = []
     with tempfile.TemporaryDirectory(prefix="attnkit-mutants-") as folder:
         copy_repository(Path(folder))
@@ -51,7 +51,7 @@ def run_edits(edits: Sequence[Edit], seconds: float) -> list[Edit]:
 
 
 def run_core(sample: int, seed: int, only: str) -> tuple[int, int]:
-    """Run mutmut, print what survived; return how many mutants were killed, of how many."""
+    """Run mutmut and print the survivors; return (number killed, number run)."""
     found = core.run(sample, seed, only, children=os.cpu_count() or 1)
     for name in (*found.survivors, *found.uncovered):
         print(core.difference(name))
@@ -61,7 +61,7 @@ def run_core(sample: int, seed: int, only: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="tests.mutants.run", description=__doc__)
     parser.add_argument("which", choices=["named", "core", "kernels"])
     parser.add_argument("--only", default="", help="mutants whose name contains this")

@@ -1,4 +1,4 @@
-"""Check the runner of mutants itself: its edits apply, and its verdicts are right."""
+"""Check the mutation runner itself: its edits apply and its verdicts are right."""
 
 from __future__ import annotations
 

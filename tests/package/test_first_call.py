@@ -1,4 +1,4 @@
-"""What the first call on a GPU imports if its kernels are in the disk cache."""
+"""Check what the first call on a GPU imports when its kernels are in the disk cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("without the DSL no call is planned for a kernel", allow_module_level=True)
 
-# The tensors are on the CPU: the script says what GPU there is, finds every kernel in the disk cache,
-# and leaves out the launches.
+# The tensors are on the CPU. The script simulates a GPU of the given compute capability, a disk
+# cache that has every kernel, and launches that do nothing.
 CALL = """
 import json, sys, types
 import torch, attnkit
@@ -56,7 +56,12 @@ CARDS = {"sm90": "9 0", "sm100": "10 0"}
 
 @functools.cache
 def first_call(card: str) -> tuple[list[str], list[str], list[str]]:
-    """Modules that a forward adds to `import attnkit`, those with its backward; new dataclasses."""
+    """Run a first call with kernels for `card` in a fresh process.
+
+    Returns:
+        The modules that the forward adds to those of `import attnkit`, the modules that forward and
+        backward add, and the dataclasses defined in the attnkit modules that the forward adds.
+    """
     command = [sys.executable, "-c", CALL, *CARDS[card].split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -88,13 +93,17 @@ def test_kernels_from_the_disk_cache_load_nothing_that_compiles_or_emulates(card
 
 
 def test_a_first_forward_loads_few_modules() -> None:
-    """`import attnkit` has loaded the rest; of Hopper's kernels not even their configs are loaded."""
+    """A first forward imports at most 9 modules beyond `import attnkit`, and no template."""
     forward, *_ = first_call("sm90")
     assert [n for n in forward if n.startswith("attnkit.templates")] == []
     assert len(forward) <= 9
 
 
 def test_a_first_forward_defines_few_dataclasses() -> None:
-    """Python compiles up to six functions for each, in 0.3 ms; a named tuple takes a quarter."""
+    """The attnkit modules that a first forward imports define at most 10 dataclasses.
+
+    Python compiles up to six functions for a dataclass, in 0.3 ms; a named tuple takes a quarter of
+    that.
+    """
     *_, dataclasses = first_call("sm90")
     assert len(dataclasses) <= 10, dataclasses

@@ -1,4 +1,4 @@
-"""Check what `import attnkit` loads, and that no file of the package is ever loaded twice."""
+"""Check what `import attnkit` loads, and that no file of the package is loaded twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("mods", "masks", "templates")
 
-# Where the DSL cannot be installed, the modules that need it are passed over.
+# Modules that need the DSL are skipped where it cannot be installed.
 IMPORT_ALL = """
 import importlib, pkgutil, attnkit
 for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
@@ -26,7 +26,7 @@ for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
 
 
 def _modules_after(code: str) -> dict[str, str]:
-    """Run `code` in a fresh interpreter at the root; return {module: file} that it loads."""
+    """Run `code` in a fresh interpreter; return the modules loaded afterwards as {name: file}."""
     report = (
         "\nimport json, sys\n"
         "print(json.dumps({n: getattr(m, '__file__', None) or '' "
@@ -61,10 +61,10 @@ def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], lib
 
 
 def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) -> None:
-    """It loads neither the emulator nor what shows, tests or lists variants."""
+    """`import attnkit` does not load the emulator, inspection, testing, CLI, masks or mods."""
     rooms = {name.split(".")[1] for name in loaded if name.startswith("attnkit.")}
     assert rooms & {"emulator", "inspection", "testing", "cli", "masks", "mods"} == set()
-    # What compiles comes with the first call that finds no kernel in the disk cache.
+    # The compiler modules load at the first call that finds no kernel in the disk cache.
     assert not {"attnkit.jit.build", "attnkit.jit.cubin", "attnkit.jit.sass_checks"} & set(loaded)
     assert not [n for n in loaded if n.startswith(("attnkit.splice.sm", "attnkit.splice.back"))]
     assert sum(name.startswith("attnkit.") for name in loaded) <= 120
@@ -88,7 +88,10 @@ except AttributeError as error:
 
 
 def test_every_module_imports_once() -> None:
-    """Each file has one name: a bare `mods` besides `attnkit.mods` would be a second copy."""
+    """Each file of the package is imported under one name.
+
+    A module `mods` besides `attnkit.mods`, for example, would be a second copy.
+    """
     everything = _modules_after(IMPORT_ALL)
     assert not everything.keys() & set(LINKS)
 

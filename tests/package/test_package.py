@@ -1,4 +1,4 @@
-"""Check that the wheel and the sdist hold the whole package: mods, masks and templates included."""
+"""Check that wheel and sdist contain the whole package, including mods, masks and templates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _build(target: str, source: Path, out: Path) -> Path:
 
 
 def _files(base: Path) -> set[str]:
-    """Return the package's files in the checkout, with links followed and caches left out."""
+    """Return the package's files below `base`, following links and skipping caches."""
     found: set[str] = set()
     for path in base.iterdir():
         if path.is_dir():
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_links_lead_to_the_top_level_folders(name: str) -> None:
     link = ROOT / "attnkit" / name
     assert link.is_symlink()
-    assert str(link.readlink()) == f"../{name}"  # relative: a clone can lie anywhere
+    assert str(link.readlink()) == f"../{name}"  # relative, because a clone can be anywhere
     assert (ROOT / name).is_dir()
 
 
@@ -63,7 +63,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """A link in an sdist would dangle: the files themselves have to be there."""
+    """The sdist contains no links and builds the same wheel as the checkout."""
     sdist = _build("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
         assert [member.name for member in archive if member.issym() or member.islnk()] == []

@@ -1,4 +1,4 @@
-"""Check that the files that a query passes through are few and listed, so a call can be read."""
+"""Check that a call passes its query through few files, and only through those listed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 20
 
 
 class Kernel:
-    """Stands for a compiled kernel; launches nothing."""
+    """Stub of a compiled kernel that launches nothing."""
 
     stats = ()
 
@@ -40,7 +40,7 @@ class Kernel:
 
 
 def _holds(x: Any, query: Tensor) -> bool:
-    """Return whether an argument is the query, or a record or tuple with the query in it."""
+    """Return whether `x` is the query, or a tuple or dataclass that contains it."""
     if isinstance(x, tuple | list):
         return any(y is query for y in x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -50,7 +50,7 @@ def _holds(x: Any, query: Tensor) -> bool:
 
 @contextmanager
 def files_that_see(query: Tensor) -> Iterator[list[str]]:
-    """Collect the files of the package with a function that is called with the query, in order."""
+    """Yield a list that collects the package files whose functions receive the query, in order."""
     seen: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Check that make targets and files named by the workflow and the contributors' pages exist."""
+"""Check that the make targets and files named in the workflow and contributor pages exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = ("CONTRIBUTING.md", ".github/PULL_REQUEST_TEMPLATE.md", "SECURITY.md")
 
 
 def targets(text: str) -> set[str]:
-    """Return the make targets that a text calls."""
+    """Return the make targets that `text` calls."""
     return set(re.findall(r"(?:run: |`)make ([a-z-]+)", text))
 
 

@@ -1,4 +1,4 @@
-"""Check the public operator: PyTorch's meaning, shapes, strides; every backend is exact."""
+"""Check the public operator: PyTorch's semantics, shapes and strides, and exactness per backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gradients(out: Tensor, lse: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Te
 def assert_exact(
     tensors: tuple[Tensor, Tensor, Tensor], score_mod: Any = None, mask: Any = None, **options: Any
 ) -> None:
-    """Check output, LSE and gradients: at most twice the error of dense attention."""
+    """Check that output, LSE and gradients have at most twice the error of dense attention."""
     results = []
     for backend, dtype in (("auto", None), ("eager", None), ("eager", torch.float64)):
         own = tuple(t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors)
@@ -217,7 +217,7 @@ def test_captured_gradients_of_every_kind() -> None:
 
 
 def test_parts_of_captured_tensors() -> None:
-    """Indices into a slice wrap at its ends, not at those of the tensor that it is cut from."""
+    """An index into a slice of a captured tensor wraps at the slice's ends, not the tensor's."""
     q, k, v = (t.detach() for t in inputs((1, 2, 60, 8)))
     table = torch.randn(60)
     at = torch.arange(60)
@@ -271,7 +271,10 @@ def test_runs_are_the_same_bits() -> None:
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_out_may_be_edited_in_place(return_lse: bool) -> None:
-    """FlexAttention allows it too; where the backward needs `out`, torch raises its own error."""
+    """The output may be edited in place, as FlexAttention's may.
+
+    A backward that needs the original output then raises torch's own error.
+    """
     q, k, v = (t.requires_grad_() for t in inputs())
     for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):

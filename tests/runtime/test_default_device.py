@@ -1,4 +1,4 @@
-"""Check calls under any `torch.set_default_device`: their tensors are where their inputs are."""
+"""Check that calls allocate on the device of their inputs under any `torch.set_default_device`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_mask(name: str) -> None:
     example = masks.examples(LENGTH)[name]
     expected = both_ways(example, None, example.mask)
     fresh = masks.examples(LENGTH)[name]
-    with torch.device("meta"):  # of all devices the one that cannot be used by mistake
+    with torch.device("meta"):  # the meta device, on which nothing can be computed by mistake
         found = both_ways(fresh, None, fresh.mask)
         heads = max(1, fresh.heads)
         block = create_block_mask(

@@ -1,4 +1,4 @@
-"""Check FlexAttention programs that change one import: names, arguments, and their use of masks."""
+"""Check that FlexAttention programs run after changing one import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check bad input: one clear error of our own each, naming argument, value and expectation."""
+"""Check that bad input raises one attnkit error with the argument's name, value and requirement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the hardware gate: unproven kernels are tested on the GPU, in a subprocess, before use."""
+"""Check the hardware gate, which tests unproven kernels on the GPU in a subprocess before use."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as for a GPU of compute capability 10.0."""
+    """Patch the compute capability to 10.0, so that calls are planned for a Blackwell GPU."""
     monkeypatch.setattr(devices, "compute_capability", lambda device: (10, 0))
 
 
 class SelfcheckStub:
-    """Stands for the test that runs in a process of its own."""
+    """Stub of the check in a subprocess that returns a given verdict and counts its calls."""
 
     def __init__(self, reason: str, in_numbers: bool = True) -> None:
         self.verdict, self.calls = Verdict(reason, in_numbers), 0
@@ -163,7 +163,10 @@ def test_a_failure_that_is_not_about_numbers_is_tested_again_by_the_next_process
 def test_waiting_for_another_process_is_part_of_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of many processes that wait for one that hangs, each one must not hang as long again."""
+    """Waiting for another process's check counts towards the time limit.
+
+    Otherwise each of many waiting processes would run into the hanging kernel in turn.
+    """
     started = []
     monkeypatch.setattr(hardware_gate, "TIMEOUT", 0.2)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: started.append(1))
@@ -221,7 +224,7 @@ def test_right_kernels_pass() -> None:
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the second query tile are a little off."""
+    """The check finds a kernel whose second query tile is 5 % too large."""
     whole = forward._emulate
 
     def wrong(

@@ -1,4 +1,4 @@
-"""A mask keeps the same scores for every dtype of the query: those that FlexAttention keeps."""
+"""Check that a mask keeps the same scores as FlexAttention for every dtype of the query."""
 
 from __future__ import annotations
 

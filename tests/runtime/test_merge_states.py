@@ -1,4 +1,4 @@
-"""Compare the merge of partial attention results with one softmax over all keys."""
+"""Compare merged partial attention results with one softmax over all keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def attend(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [rows, Dv] and lse [rows]; 0 and -inf for rows whose scores are all -inf."""
+    """Return out [rows, Dv] and LSE [rows]; fully masked rows have 0 and -inf."""
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse == -INF, 0.0, lse)[:, None]).exp()
     return weights @ value, lse
@@ -28,7 +28,7 @@ def attend(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int]]:
-    """Draw scores with masked entries and whole masked stretches, values, and where to cut."""
+    """Draw scores with masked entries, values, and the positions at which to split the keys."""
     rows, keys = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = draw(st.sampled_from([1.0, 30.0, 1000.0]))

@@ -1,4 +1,4 @@
-"""Compare the oracle with PyTorch's eager flex_attention, and with the definition by loops."""
+"""Compare the float64 oracle with PyTorch's eager flex_attention, and with a plain loop."""
 
 from __future__ import annotations
 

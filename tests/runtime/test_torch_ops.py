@@ -1,4 +1,4 @@
-"""Check the operators under torch.library: stable schema, fakes, autograd, opcheck."""
+"""Check the operators registered with torch.library: stable schema, fakes, autograd, opcheck."""
 
 from __future__ import annotations
 

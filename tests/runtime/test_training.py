@@ -1,4 +1,4 @@
-"""Check what training does around attention: autocast, checkpoints, accumulation, sharing."""
+"""Check attention in training: autocast, checkpointing, gradient accumulation, shared tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATES = [
 
 @pytest.fixture(params=TEMPLATES)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Return torch operators, or the Hopper kernels in the emulator."""
+    """Return the name of each backend under test: torch operators, then emulated Hopper kernels."""
     return str(request.param)
 
 
@@ -36,7 +36,7 @@ def inputs(dtype: torch.dtype = BF16) -> list[Tensor]:
 
 
 def attention(backend: str) -> Callable[..., Tensor]:
-    """Return causal attention with a gain per head, in a deterministic order."""
+    """Return a function for deterministic causal attention with a gain per head."""
     gains = torch.tensor([0.5, 2.0])
     mod = lambda s, b, h, q, kv: s * gains[h]
     return lambda q, k, v: flex_attention(
@@ -123,7 +123,7 @@ def test_one_tensor_in_several_places(backend: str) -> None:
 
 
 def test_a_view_of_one_tensor_in_all_places(backend: str) -> None:
-    """Query, key and value as a projection gives them: parts of one [B, S, 3, H, D]."""
+    """Query, key and value may be views of one packed projection [B, S, 3, H, D]."""
     packed = torch.randn(1, 70, 3, 2, 64).to(BF16).requires_grad_()
     call, grad = attention(backend), torch.randn(1, 2, 70, 64).to(BF16)
     out = call(*packed.permute(2, 0, 3, 1, 4))

@@ -1,4 +1,4 @@
-"""Transforms of torch that attention has no rule for, and states that a user may bring about."""
+"""Check torch transforms without a rule for attention, and unusual states of user tensors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def swapping(request: Any) -> Iterator[bool]:
 
 @pytest.mark.parametrize("to", ["double", "bfloat16"])
 def test_a_module_converted_after_a_call(swapping: bool, to: str) -> None:
-    """With swapping a parameter keeps its identity, and has another dtype and other data."""
+    """A captured parameter may be converted to another dtype after a call.
+
+    With swapping, the parameter keeps its identity but gets another dtype and other data.
+    """
     module = nn.Module()
     module.bias = nn.Parameter(torch.randn(2, 8))
     mod = lambda s, b, h, q, kv: s + module.bias[h, kv]

@@ -1,4 +1,4 @@
-"""Captured uint16, uint32 and uint64 tensors, as PyTorch's create_mask takes them."""
+"""Check that captured uint16, uint32 and uint64 tensors act as in PyTorch's create_mask."""
 
 from __future__ import annotations
 

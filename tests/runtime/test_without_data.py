@@ -1,4 +1,4 @@
-"""Check calls on tensors without data of their own: meta, fake, and distributed ones."""
+"""Check calls on tensors without storage of their own: meta, fake and distributed tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers of int32 wrap as PyTorch's: hashes of positions give the same mask everywhere."""
+"""Check that int32 arithmetic wraps as in PyTorch, so that hash masks are equal on all backends."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ STEPS: list[Callable[[Any, Any, int], Any]] = [
 
 @st.composite
 def hashes(draw: st.DrawFn) -> Callable[..., Any]:
-    """A random mask over hashes of positions."""
+    """Draw a mask_mod that compares random hashes of positions."""
     number = st.integers(-(2**31), 2**32 - 1)
     place = st.integers(0, 50)
     steps = draw(

@@ -1,4 +1,4 @@
-"""Draw random block runs, shapes and schedules; read what a schedule walks by plain Python."""
+"""Draw random block runs, shapes and schedules, and walk schedules in plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tile = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """Holds the arguments of a schedule."""
+    """Hold the arguments of a schedule."""
 
     runs: BlockRuns
     shape: Shape
@@ -34,7 +34,7 @@ class Case:
         return make(self.runs, self.shape, **(options | changes))
 
     def lists(self) -> dict[Tile, tuple[list[int], list[int]]]:
-        """Return PARTIAL and FULL tiles of each output tile, from the dense grid."""
+        """Return (PARTIAL tiles, FULL tiles) of each output tile, from the dense grid."""
         states = self.runs.states()
         if self.backward:
             states = states.transpose(2, 3)
@@ -50,7 +50,7 @@ class Case:
         return found
 
     def unit(self, b: int, h: int) -> tuple[int, int]:
-        """Return the batch element and head whose K and V (backward: Q and dO) a head reads."""
+        """Return (batch element, head) of the tensors that head h reads: K, V; backward: Q, dO."""
         if self.backward:
             return b, h
         group = self.shape.heads // (self.shape.kv_heads or self.shape.heads)
@@ -64,7 +64,7 @@ def cases(
     backward: bool | None = None,
     most: int = 12,
 ) -> Case:
-    """Draw small runs with lengths from 1 to many, and settings that force splits."""
+    """Draw small runs with arguments of a schedule, some of which force splits."""
     batch, kv_heads, group = (draw(st.integers(1, n)) for n in (2, 2, 3))
     heads = kv_heads * group
     rows, columns = draw(st.integers(1, most)), draw(st.integers(1, most))
@@ -89,7 +89,7 @@ def cases(
 
 
 def walk(cursor: list[int], runs: Runs) -> list[int]:
-    """Return the tiles that a cursor (run, skip, count) passes, as a kernel would find them."""
+    """Return the tiles that a cursor (run, skip, count) visits, in a kernel's order."""
     run, skip, count = cursor
     found: list[int] = []
     while len(found) < count:
@@ -100,7 +100,7 @@ def walk(cursor: list[int], runs: Runs) -> list[int]:
 
 
 def walked(case: Case, schedule: Schedule) -> list[tuple[Tile, int, list[int], list[int]]]:
-    """Return for each work tile in list order: output tile, slot, PARTIAL tiles and FULL tiles."""
+    """Return (output tile, slot, PARTIAL tiles, FULL tiles) of each work tile, in list order."""
     runs = case.runs
     full, partial = (runs.full_t, runs.partial_t) if case.backward else (runs.full, runs.partial)
     return [

@@ -1,4 +1,4 @@
-"""Check deterministic sums: one order whatever the workers do, and never a deadlock."""
+"""Check deterministic sums: one order for any number of workers, and never a deadlock."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> 
             found.append(column)
             column = after(turn, row, column)
         assert found == columns
-        assert column == columns[0]  # armed for the next launch
+        assert column == columns[0]  # reset for the next launch
         assert int(turn.last[row]) == columns[-1]
 
 
@@ -114,11 +114,13 @@ def execute(
     feeds: list[list[int]] | None, workers: int, pick: Callable[[int], int],
     resident: int | None = None,
 ) -> tuple[dict[Key, list[int]], dict[Key, int]]:  # fmt: skip
-    """Run the protocol of `attnkit.schedule.deterministic_order`, one step of one worker that can move at a time.
+    """Run the protocol of `attnkit.schedule.deterministic_order` step by step.
 
-    No more than `resident` workers have begun and not ended; None for all.
+    Each step moves one worker that can move, chosen by `pick`. At most `resident` workers have
+    begun and not ended; None means no limit.
 
-    Returns who added to each dQ tile in which order, and the semaphores at the end.
+    Returns:
+        The kv tiles that were added to each dQ tile, in order, and the semaphores at the end.
     """
     rows = case.runs.q_blocks
     semaphore = {
@@ -134,7 +136,7 @@ def execute(
     done = [False] * len(own)
 
     def step(worker: int) -> bool:
-        """Move a worker by one tile, or by one turn at dK and dV; False if it must wait."""
+        """Move a worker by one tile or one turn at dK and dV; return False if it must wait."""
         current = state[worker]
         if current is None:
             work_tile = next(own[worker], None)
@@ -198,7 +200,10 @@ def test_any_workers_at_any_speed_end_with_one_order(
 def test_work_tiles_from_a_counter_need_no_resident_workers(
     case: Case, workers: int, data: st.DataObject
 ) -> None:
-    """A GPU may hold fewer pairs of CTAs than were launched."""
+    """With a shared counter, sums are in order even if not all workers are resident.
+
+    A GPU may hold fewer CTA pairs than were launched.
+    """
     resident = data.draw(st.integers(1, workers))
     schedule = case.schedule()
     turn, work_tiles = deterministic_order(case.runs, schedule), walked(case, schedule)
@@ -221,7 +226,10 @@ def test_fixed_feeds_do_deadlock_where_few_workers_are_resident() -> None:
 
 
 def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
-    """The tests above would detect a wrong order of the list."""
+    """The protocol deadlocks if the work list is reversed.
+
+    So the tests above would detect a wrong order of the list.
+    """
     runs = BlockRuns.from_states(torch.ones(1, 1, 2, 4, dtype=torch.int8), 2, 4, (1, 1))
     shape = Shape(1, 1, 1)
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
@@ -233,7 +241,7 @@ def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
 
 
 def test_turns_of_a_million_tokens_need_no_tiles() -> None:
-    """Causal, 8192 x 8192 tiles: the tables have entries per row, not per tile."""
+    """For causal attention over 2^20 tokens, the tables have entries per row, not per tile."""
     count = 1 << 13
     rows = torch.arange(count + 1, dtype=torch.int32)
     partial = Runs(rows, rows[:-1], torch.ones(count, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Check which work tile stores the first part of each sum of dQ: the first in the list."""
+"""Check which work tile stores the first part of each dQ sum: the first in the list."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def test_the_first_writer_is_first_in_the_list(case: Case) -> None:
 
 
 def waited(schedule: Schedule, tiles: list[list[int]], stores: list[list[bool]]) -> int:
-    """Return how long all work tiles wait for flags, counting for each its last one.
+    """Return the sum over work tiles of the longest time for which each waits for a flag.
 
     Args:
+        schedule: the schedule.
         tiles: the q tiles of each work tile.
-        stores: at which of them it stores.
+        stores: for each of them, whether the work tile stores instead of adding.
     """
     block, begin = schedule.prices.full, simulate(schedule).start.tolist()
     slower = max(0, ARRIVAL - block)
@@ -109,7 +110,10 @@ def test_bands_take_first_writers_without_waiting(name: str) -> None:
 
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_full_attention_would_wait(length: int) -> None:
-    """Without a mask all kv tiles begin at the first q tile."""
+    """First-writer dQ is rejected without a mask.
+
+    All kv tiles begin at the first q tile then, and all but one would wait for its store.
+    """
     runs = made(None, length)
     assert "cycles more" in choose_first_writers(runs, scheduled(runs, 32), 32 * length * 128)
 

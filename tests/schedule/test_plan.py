@@ -1,4 +1,4 @@
-"""Check which template and tiles a call gets, and what is said where it gets none."""
+"""Check which template and tiles a call gets, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSAL = lambda b, h, q, kv: q >= kv
 
 @pytest.fixture
 def dsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as on a machine with the DSL."""
+    """Patch the plan to assume that the DSL is installed."""
     monkeypatch.setattr(plan, "has_dsl", lambda: True)
 
 
@@ -218,7 +218,7 @@ def test_block_lists_get_a_kernel_whose_tiles_divide_theirs(
         assert found.block == first.block
 
 
-# ------------------------------------------------------------------------------- through the front
+# --------------------------------------------------------------------- through the public operator
 
 
 def test_the_emulated_kernel_is_chosen_and_shown() -> None:

@@ -1,4 +1,4 @@
-"""Check schedules: complete, balanced, neighbours together, and split rows merged right."""
+"""Check schedules: complete, balanced, ordered for L2 reuse, with correctly split rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = float("inf")
 
 
 def states_of(kind: str, blocks: int) -> Tensor:
-    """Return states of the masks that schedules are judged by: int8 [1, heads, blocks, blocks]."""
+    """Return tile states of a benchmark mask, int8 [1, heads, blocks, blocks]."""
     q, kv = torch.arange(blocks)[:, None], torch.arange(blocks)
     random = torch.Generator().manual_seed(0)
     if kind == "random":  # skewed: a few rows of each head keep nearly all
@@ -109,7 +109,7 @@ def test_cost_is_linear_in_the_tiles(case: Case) -> None:
 
 @given(case=cases(orders=("longest",)))
 def test_longest_first_with_ties_in_natural_order(case: Case) -> None:
-    """A section is sorted by cost, then tile, then heads that share K and V."""
+    """A section is sorted by cost, then tile; heads that share K and V come next to each other."""
     schedule = case.schedule(l2_bytes=1 << 40)
     found = [
         (tile, slot, cost)
@@ -142,7 +142,7 @@ def test_fixed_orders(case: Case) -> None:
 
 
 def best_makespan(costs: list[int], workers: int) -> int:
-    """Compute the optimum, by trying every set of loads that an assignment can give."""
+    """Compute the optimal makespan by trying every assignment."""
     loads = {(0,) * workers}
     for cost in costs:
         loads = {
@@ -160,7 +160,7 @@ def best_makespan(costs: list[int], workers: int) -> int:
 def test_longest_first_is_within_four_thirds_of_the_optimum(
     tiles: list[tuple[int, int]], workers: int
 ) -> None:
-    """Graham 1969: makespan <= (4/3 - 1/(3 m)) * optimum."""
+    """The makespan is at most (4/3 - 1/(3 m)) times the optimum (Graham 1969)."""
     states = torch.zeros(1, 1, len(tiles), 18, dtype=torch.int8)
     for row, (partial, full) in enumerate(tiles):
         states[0, 0, row, :partial] = PARTIAL
@@ -192,7 +192,11 @@ def test_makespan_is_within_five_percent_of_the_bound(
 
 
 def test_long_rows_are_split_to_their_share() -> None:
-    """One decoding step of 8 heads over a million keys, and one global row among short ones."""
+    """Rows longer than a worker's share are split, and the makespan is near the bound.
+
+    The cases are a decoding step of 8 heads over a million keys, and one global row among short
+    ones.
+    """
     states = torch.full((1, 1, 1, 8192), FULL, dtype=torch.int8)
     decode = BlockRuns.from_states(states, 1, 1 << 20, (128, 128))
     schedule = schedule_forward(decode, Shape(1, 8, 1 << 16), workers=132)
@@ -217,7 +221,7 @@ def test_long_rows_are_split_to_their_share() -> None:
 def test_fill_shares_splits_only_rows_that_exceed_a_share(
     tiles: list[tuple[int, int]], workers: int, cost: Cost, seed: int
 ) -> None:
-    """In any order, there is at most one split per worker, and no tile is lost."""
+    """`fill_shares` splits at most once per worker and loses no tile, for any order of rows."""
     partial, full = torch.tensor(tiles).unbind(1)
     rows = Rows(partial, full, cost)
     order = torch.randperm(len(tiles), generator=torch.Generator().manual_seed(seed))
@@ -236,7 +240,10 @@ def test_fill_shares_splits_only_rows_that_exceed_a_share(
 
 
 def test_the_last_wave_is_cut_where_it_pays() -> None:
-    """1024 equal tiles are 7.76 for each of 132 workers, and take 8 without a split."""
+    """The last wave is split if that balances the workers.
+
+    1024 equal tiles are 7.76 for each of 132 workers, and take 8 without a split.
+    """
     states = torch.full((1, 1, 64, 103), FULL, dtype=torch.int8)
     runs = BlockRuns.from_states(states, 8192, 8192, (128, 80))
     schedule = schedule_forward(runs, Shape(2, 8, 80 << 10), workers=132)
@@ -245,7 +252,10 @@ def test_the_last_wave_is_cut_where_it_pays() -> None:
 
 
 def test_a_cheap_last_wave_is_not_cut() -> None:
-    """Balanced work stays whole, as each work tile costs a prologue, and a split costs a merge."""
+    """Balanced work is not split.
+
+    Each work tile costs a prologue, and each split costs a merge.
+    """
     runs = made("causal", 64)
     assert not len(schedule_forward(runs, Shape(2, 16, 1 << 16), workers=132).split)
 
@@ -293,7 +303,7 @@ def test_stretches_count_their_tiles(case: Case, lengths: int) -> None:
 
 
 def sections_of(case_runs: BlockRuns, shape: Shape, l2_bytes: int) -> list[set[tuple[int, int]]]:
-    """Return (unit, kv tile) sets of maximal stretches of the list with non-increasing cost."""
+    """Return the (unit, kv tile) pairs of each maximal stretch with non-increasing cost."""
     schedule = schedule_forward(case_runs, shape, workers=4, l2_bytes=l2_bytes, split=False)
     case = Case(case_runs, shape, 4, FORWARD, l2_bytes, "longest", False, False)
     found: list[set[tuple[int, int]]] = []
@@ -309,7 +319,11 @@ def sections_of(case_runs: BlockRuns, shape: Shape, l2_bytes: int) -> list[set[t
 
 
 def test_sections_of_heads_fit_l2() -> None:
-    """16 tiles of kv a head: with room for 40, two kv heads at a time, each with its 3 q heads."""
+    """A section holds as many kv heads as fit L2.
+
+    Each kv head has 16 kv tiles. With room for 40, a section has two kv heads, each with its 3
+    query heads.
+    """
     shape = Shape(1, 18, 1 << 16, kv_heads=6)
     found = sections_of(made("causal", 16), shape, 40 << 16)
     assert [len(tiles) for tiles in found] == [32, 32, 32]
@@ -327,7 +341,7 @@ def test_a_unit_too_large_is_cut_where_that_saves_traffic() -> None:
 
 @given(case=cases(orders=("longest",), backward=False))
 def test_heads_that_share_keys_run_side_by_side(case: Case) -> None:
-    """Without masks of their own, the heads of a unit take the same tile one after another."""
+    """Heads that share K and V and have no masks of their own take the same tile consecutively."""
     if case.runs.heads > 1 or case.runs.batch > 1:
         return
     order = [tile for tile, *_ in walked(case, case.schedule(split=False))]
@@ -347,7 +361,7 @@ def test_prediction_is_right_to_a_grain(costs: list[int], workers: int) -> None:
 
 
 def test_a_million_tokens() -> None:
-    """8192 rows of 16 heads; the runs are built by hand, two a row."""
+    """A causal schedule of 16 heads over 2^20 tokens is complete, ordered and balanced."""
     count = 1 << 13
     rows = torch.arange(count + 1, dtype=torch.int32)
     one = torch.ones(count, dtype=torch.int32)

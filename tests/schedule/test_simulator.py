@@ -1,4 +1,4 @@
-"""Compare the simulator with slow, obvious ones."""
+"""Compare the simulator with slow and simple simulations."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_sampled_reuse_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) ->
 
 @given(case=cases(orders=MONOTONE, backward=True), workers=st.integers(1, 5))
 def test_waiting_for_turns(case: Case, workers: int) -> None:
-    """Compare with a clock that ticks: each worker does one cycle of its work tile, or waits."""
+    """Turns take the time of a simulation in which every worker works or waits cycle by cycle."""
     schedule = case.schedule()
     timeline = simulate_turns(schedule, case.runs, workers)
     work_tiles = walked(case, schedule)

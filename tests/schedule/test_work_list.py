@@ -1,4 +1,4 @@
-"""Walk work lists in Python as the kernel does: every kept block once, in its order."""
+"""Check work lists, walked in Python like a kernel: each kept block once, in the right order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.schedule.schedule_cases import Case, Tile, cases
 
 @dataclass(frozen=True)
 class WorkTile:
-    """Holds what a kernel does for one work tile."""
+    """Hold what a kernel does for one work tile."""
 
     tile: Tile
     slot: int
@@ -28,7 +28,7 @@ class WorkTile:
 
 
 def walk(cursor: list[int], runs: list[list[int]]) -> list[int]:
-    """Return the blocks of a cursor (run, take, count)."""
+    """Return the blocks that a cursor (run, take, count) visits, in a kernel's order."""
     run, take, left = cursor
     starts, lengths = runs
     found: list[int] = []
@@ -54,7 +54,7 @@ def work_tiles(work: WorkList) -> list[WorkTile]:
 
 @st.composite
 def ragged_cases(draw: st.DrawFn) -> Case:
-    """Draw forward schedules, also of lengths that do not fill the last tile."""
+    """Draw forward schedules, some with lengths that do not fill the last tile."""
     case = draw(cases(backward=False))
     runs = case.runs
     cut = draw(st.integers(0, runs.block[1] - 1)), draw(st.integers(0, runs.block[0] - 1))
@@ -132,7 +132,7 @@ def test_full_runs_keep_everything() -> None:
 
 
 def classified(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """Classify a dense mask [q, kv]: int8 [1, 1, q blocks, kv blocks]."""
+    """Return the tile states of a dense mask [q, kv], int8 [1, 1, q blocks, kv blocks]."""
     rows = [
         [
             FULL if bool(tile.all()) else PARTIAL if bool(tile.any()) else EMPTY
@@ -153,7 +153,7 @@ def classified(keep: Tensor, block: tuple[int, int]) -> Tensor:
 def test_refined_tiles_keep_their_states(
     q_len: int, kv_len: int, small: tuple[int, int], times: tuple[int, int], seed: int
 ) -> None:
-    """Parts of FULL and EMPTY tiles are FULL and EMPTY; parts of PARTIAL tiles keep their mask."""
+    """Refined parts of FULL and EMPTY tiles stay FULL and EMPTY; those of PARTIAL are rechecked."""
     random = torch.Generator().manual_seed(seed)
     cells = torch.rand(6, 6, generator=random) < 0.6
     keep = cells.repeat_interleave(5, 0).repeat_interleave(5, 1)[:q_len, :kv_len]
@@ -185,7 +185,7 @@ def test_tiles_that_do_not_divide_are_refused(block: tuple[int, int]) -> None:
 
 @given(st.data())
 def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
-    """Compare split and joined tiles, by rows and by columns, with every position by itself."""
+    """Split and joined tiles have the states of their positions, by rows and by columns."""
     draw = lambda low, high: data.draw(st.integers(low, high))
     q_len, kv_len = draw(1, 60), draw(1, 60)
     block = data.draw(st.sampled_from([(4, 4), (8, 4), (4, 6)]))

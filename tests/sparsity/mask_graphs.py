@@ -18,7 +18,7 @@ Q, KV, B, H = arg("q"), arg("kv"), arg("b"), arg("h")
 
 @dataclass(frozen=True)
 class Case:
-    """Holds a random expression with the sizes and tensors that it is meant for."""
+    """Hold a random expression with its captured tensors and sizes."""
 
     root: Node
     tensors: tuple[Tensor, ...]
@@ -33,7 +33,7 @@ class Case:
 
 
 def positions(case: Case) -> dict[str, Tensor]:
-    """Indices that broadcast to [batch, heads, q_len, kv_len]."""
+    """Return the indices b, h, q, kv, int32, broadcastable to [batch, heads, q_len, kv_len]."""
     return {
         "b": torch.arange(case.batch, dtype=torch.int32).view(-1, 1, 1, 1),
         "h": torch.arange(case.heads, dtype=torch.int32).view(-1, 1, 1),
@@ -45,7 +45,7 @@ def positions(case: Case) -> dict[str, Tensor]:
 def dense(
     root: Node, tensors: tuple[Tensor, ...], case: Case, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Compute the values at every position: [batch, heads, q_len, kv_len]."""
+    """Evaluate an expression at every position; return [batch, heads, q_len, kv_len]."""
     return dense_nodes([root], tensors, case, dtype)[root]
 
 
@@ -55,7 +55,7 @@ def dense_nodes(
     case: Case,
     dtype: torch.dtype = torch.float32,
 ) -> dict[Node, Tensor]:
-    """Compute the values of every sub-expression at every position."""
+    """Evaluate every subexpression at every position; return {node: values}."""
     env = positions(case)
     memo: dict[Node, Tensor] = {}
     evaluate(roots, env, tensors, dtype, memo=memo)
@@ -64,7 +64,7 @@ def dense_nodes(
 
 
 class Maker:
-    """Draws expressions; captured tensors are added as they are needed."""
+    """Draw random expressions, adding captured tensors as needed."""
 
     def __init__(self, draw: st.DrawFn, q_len: int, kv_len: int, batch: int, heads: int) -> None:
         self.draw = draw
@@ -204,7 +204,7 @@ class Maker:
 
 @st.composite
 def cases(draw: st.DrawFn, type_: Type = BOOL, max_len: int = 300, max_depth: int = 4) -> Case:
-    """Draw an expression with sizes; integer overflow is possible but rare."""
+    """Draw an expression of a type with its sizes; integer overflow is possible but rare."""
     q_len, kv_len = draw(st.integers(1, max_len)), draw(st.integers(1, max_len))
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     maker = Maker(draw, q_len, kv_len, batch, heads)
@@ -213,7 +213,7 @@ def cases(draw: st.DrawFn, type_: Type = BOOL, max_len: int = 300, max_depth: in
 
 
 def states_of(keep: Tensor, block: tuple[int, int]) -> Tensor:
-    """Brute force: states from the dense mask [b, h, q, kv], judged on positions that exist."""
+    """Return the tile states of a dense mask [b, h, q, kv] by brute force, int8."""
     any_, all_ = keep, keep
     for axis, size in ((2, block[0]), (3, block[1])):
         any_ = torch.stack([p.any(axis) for p in any_.split(size, axis)], axis)

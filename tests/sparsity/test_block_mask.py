@@ -1,4 +1,4 @@
-"""Check BlockMask: FlexAttention's interface; classified at first use, and again after an edit."""
+"""Check BlockMask: FlexAttention's interface, lazy classification, and updates after an edit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check block runs: exact round trips to the dense grid and to PyTorch's BlockMask."""
+"""Check round trips of block runs through the dense grid and FlexAttention's BlockMask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns, Runs, f
 
 @st.composite
 def grids(draw: st.DrawFn) -> BlockRuns:
-    """Draw runs of a random grid with lengths that need not be multiples of the block."""
+    """Draw the runs of a random grid; lengths need not be multiples of the block."""
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     block = draw(st.integers(1, 128)), draw(st.integers(1, 128))
@@ -32,7 +32,7 @@ def grids(draw: st.DrawFn) -> BlockRuns:
 
 
 def listed(runs: Runs) -> list[list[tuple[int, int]]]:
-    """Return rows as lists of (start, length)."""
+    """Return the runs of each row as a list of (start, length)."""
     pointers = runs.row_ptr.tolist()
     pairs = list(zip(runs.start.tolist(), runs.length.tolist(), strict=True))
     return [pairs[a:b] for a, b in itertools.pairwise(pointers)]
@@ -106,7 +106,7 @@ def test_long_rows_do_not_overflow_their_dense_form() -> None:
 
 
 def entries(block_mask: flex.BlockMask) -> list[list[list[int]]]:
-    """Return the listed kv and q blocks of each row, without those beyond the counts."""
+    """Return the indices in each of the four block lists of a BlockMask, up to their counts."""
     found = []
     for name in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(block_mask, f"{name}_num_blocks").flatten().tolist()
@@ -179,7 +179,7 @@ def test_lists_may_be_narrower_than_the_row_and_in_any_order() -> None:
 
 
 def test_a_block_larger_than_the_lengths() -> None:
-    """What flex_attention itself builds when no mask is given."""
+    """The BlockMask that FlexAttention builds without a mask converts to a single tile."""
     ones, zeros = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     block_mask = flex.BlockMask.from_kv_blocks(ones, zeros, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
     runs = from_flex(block_mask)

@@ -1,4 +1,4 @@
-"""Check classification: always equal to brute force, and without dense checks on ordinary masks."""
+"""Check that classification equals brute force and rarely evaluates ordinary masks densely."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_equals_states_of(case: Case, block: tuple[int, int]) -> None:
 
 @given(case=cases(max_len=150), block=blocks())
 def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None:
-    """Every loop that bounds memory runs many iterations."""
+    """Tiles are correct if all memory limits are so small that every loop iterates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnkit.sparsity.ranges.tables._PASS_BYTES", 2000)
         patch.setattr("attnkit.sparsity.witness._PASS_BYTES", 4000)
@@ -59,14 +59,17 @@ def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None
 def test_tiles_larger_than_a_pass_are_left_once_they_are_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A side that cannot be divided is evaluated at every position, strip by strip."""
+    """Tiles that exceed the memory of one pass are evaluated correctly, strip by strip.
+
+    The memory limit leaves no room for a search, and the tile corners do not decide.
+    """
     monkeypatch.setattr("attnkit.sparsity.witness._PASS_BYTES", 45)
     traced = trace(
         lambda b, h, q, kv: (DOCUMENT[q] == DOCUMENT[kv]) & (q - kv >= 10) & (q - kv <= 20), "mask"
     )
     record = Statistics()
     states = classified(traced, 90, 70, (61, 67), record).states()
-    assert record.dense > 0  # no room for a search, and corners do not tell
+    assert record.dense > 0  # the limit leaves no room for a search, and the corners do not decide
     expected = classified(traced, 90, 70, (1, 1), Statistics()).states()
     assert torch.equal(states, states_of(expected == 2, (61, 67)))
 
@@ -79,7 +82,7 @@ def random(seed: int) -> torch.Generator:
 
 
 def documents(length: int, mean: int, seed: int = 0) -> Tensor:
-    """Return the document number of each position."""
+    """Return the document id of each position; documents have `mean` positions on average."""
     sizes = torch.randint(1, 2 * mean, (length,), generator=random(seed))
     return torch.searchsorted(sizes.cumsum(0), torch.arange(length), right=True)
 
@@ -92,7 +95,7 @@ WINDOW = torch.tensor([64, 200, 17])
 
 
 def tree_of(nodes: int) -> Tensor:
-    """Return the ancestor matrix of a random tree: node i sees itself and its ancestors."""
+    """Return the ancestor matrix of a random tree; node i attends to itself and its ancestors."""
     sees = torch.eye(nodes, dtype=torch.bool)
     for i in range(1, nodes):
         sees[i] |= sees[int(torch.randint(max(0, i - 9), i, (1,), generator=random(i)))]
@@ -117,7 +120,7 @@ def natten(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def sliding_tile(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask tokens in 8 x 8 tiles of a 32 x 32 picture: a tile sees the 3 x 3 tiles around it."""
+    """Mask a 32 x 32 image in 8 x 8 tiles; a tile attends to the 3 x 3 tiles around it."""
     q_tile, kv_tile = q // 64, kv // 64
     x, y = (q_tile % 4).clamp(1, 2), (q_tile // 4).clamp(1, 2)
     return ((x - kv_tile % 4).abs() <= 1) & ((y - kv_tile // 4).abs() <= 1)
@@ -136,20 +139,20 @@ def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def shared_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask a prompt of 150, then answers of 100 that see the prompt and themselves."""
+    """Mask a prompt of 150 tokens and answers of 100, which attend to the prompt and themselves."""
     same = (q - 150) // 100 == (kv - 150) // 100
     return (q >= kv) & ((kv < 150) | same)
 
 
 def tree(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask speculative decoding: all of a context, then a tree of drafted tokens."""
+    """Mask speculative decoding: a causal context, then a tree of draft tokens."""
     context = N - 300
     seen = TREE[(q - context).clamp(0, 299), (kv - context).clamp(0, 299)]
     return torch.where(kv < context, q >= kv, (q >= context) & seen)
 
 
 def document_prefix(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Mask documents that see their first 16 tokens both ways, the rest causally."""
+    """Mask documents with 16 tokens visible to the whole document; the rest is causal."""
     start = START[DOCUMENT[kv]]
     return (DOCUMENT[q] == DOCUMENT[kv]) & ((q >= kv) | (kv - start < 16))
 
@@ -197,7 +200,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 SHAPES = [(N, N, (128, 128)), (N, N, (64, 96)), (1000, 700, (128, 64)), (333, N, (100, 512))]
 
 
-# Empty tiles that straddle the mask's own blocks, where ranges cannot see which pairs go together.
+# EMPTY tiles that straddle the mask's own blocks; ranges alone cannot relate q and kv there.
 UNDECIDED = {("sliding tile", (64, 96)), ("butterfly", (64, 96))}
 
 
@@ -221,7 +224,7 @@ def test_masks_in_use(name: str) -> None:
 
 
 def test_no_mask_needs_its_dense_form() -> None:
-    """One tile that exceeds the lengths, and a million tiles of one position."""
+    """One tile larger than the lengths and a million tiles of one position are both exact."""
     root = trace(MASKS["causal document"], "mask")
     whole = classified(root, N, N, (1 << 30, 1 << 30), Statistics())
     assert whole.counts() == (0, 1, 0)
@@ -232,7 +235,7 @@ def test_no_mask_needs_its_dense_form() -> None:
 
 
 def test_equalities_that_skip_values() -> None:
-    """The ends of a block enclose the value, but no position has it."""
+    """Tiles are EMPTY if an equality holds at no position although bounds include the value."""
     for mod in (
         lambda b, h, q, kv: 2 * q == 2 * kv + 1,
         lambda b, h, q, kv: 3 * q == 200,
@@ -252,7 +255,7 @@ def test_heads_and_batches_are_shared_where_the_mask_does_not_read_them() -> Non
 
 
 def test_floats_classify_exactly() -> None:
-    """NaN and infinities in captured tensors, comparisons of sums, both precisions."""
+    """Float masks with NaN, infinities and sums are exact in float32 and float64."""
     score = torch.randn(400, generator=random(3))
     score[7], score[200], score[390] = float("nan"), float("inf"), -float("inf")
 
@@ -269,7 +272,10 @@ def test_floats_classify_exactly() -> None:
 
 
 def test_an_equality_is_not_used_where_it_would_leave_a_tensor() -> None:
-    """start[doc[kv]] may not become start[doc[q]] when doc[q] has more values than start."""
+    """Substituting equal indices never produces an index outside a tensor.
+
+    start[doc[kv]] may not become start[doc[q]] when doc[q] has more values than `start`.
+    """
     doc_q, doc_kv = torch.arange(100) // 10, torch.arange(60) // 10
     start = torch.arange(0, 60, 10)
 

@@ -1,4 +1,4 @@
-"""Check classification by nodes, by boxes and by equal values: always equal to brute force."""
+"""Check classification by nodes, boxes and equal values against brute force."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random(seed: int) -> torch.Generator:
 
 @pytest.fixture
 def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Classify every grid by nodes of one size, however small the grid is."""
+    """Return a function that forces classification by nodes with a given side."""
 
     def use(side: int) -> None:
         monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
@@ -43,7 +43,7 @@ def by_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Tensor:
-    """Compute states by brute force, a band of tile rows at a time."""
+    """Compute tile states by brute force, one tile row at a time."""
     sizes = {"b": example.batch, "h": example.heads, "kv": example.kv_len}
     env = {
         name: torch.arange(size, dtype=torch.int32).view(-1, *(1,) * after)
@@ -58,7 +58,7 @@ def dense_states(traced: Traced, example: Example, block: tuple[int, int]) -> Te
 
 
 def check(runs: BlockRuns, expected: Tensor) -> None:
-    """Check that the runs equal the states in both directions and are maximal."""
+    """Check that runs equal the tile states by row and by column, and are maximal."""
     again = BlockRuns.from_states(
         expected[: runs.batch, : runs.heads], runs.q_len, runs.kv_len, runs.block
     )
@@ -86,7 +86,7 @@ def library(length: int) -> dict[str, Example]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_library_in_every_block_size(name: str, by_nodes: Callable[[int], None]) -> None:
-    """Blocks that do not divide the length, nodes that do not divide the grid."""
+    """Library masks are exact for blocks that do not divide the length, in every node size."""
     for length, block, side in ((131, (16, 12), 0), (263, (24, 7), 3), (777, (13, 40), 5),
                                 (777, (192, 112), 2), (1100, (128, 80), 4)):  # fmt: skip
         example = library(length)[name]
@@ -106,7 +106,7 @@ def test_library_at_4096(name: str, by_nodes: Callable[[int], None]) -> None:
 
 @st.composite
 def compositions(draw: st.DrawFn) -> Example:
-    """Combine three masks of the library by random operators."""
+    """Draw a combination of three library masks by random operators."""
     made = library(draw(st.sampled_from([36, 64, 99, 144, 256, 400])))  # squares fit the grids
     first = made[draw(st.sampled_from(NAMES))]
     lengths = first.q_len, first.kv_len
@@ -154,7 +154,7 @@ def test_random_expressions(case: Case, block: tuple[int, int], side: int) -> No
 
 @given(case=cases(max_len=150), block=st.tuples(SIZE, SIZE))
 def test_small_passes_change_nothing(case: Case, block: tuple[int, int]) -> None:
-    """Every loop that bounds memory runs many iterations."""
+    """Tiles are correct if all memory limits are so small that every loop iterates."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
@@ -207,7 +207,7 @@ def test_causal_million() -> None:
 
 
 def test_documents_million() -> None:
-    """1500 documents: compare rows with the ends of their documents."""
+    """The tiles of 1500 documents over a million positions match the document boundaries."""
     cuts = torch.randint(0, MILLION, (1499,), generator=random(0)).sort().values
     ids = torch.searchsorted(cuts, torch.arange(MILLION), right=True)
     runs, statistics = counted(masks.document(ids))
@@ -253,7 +253,7 @@ def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def values(draw: st.DrawFn) -> Tensor:
-    """Draw int64 [b, h, n], sorted or not, with few or many different values."""
+    """Draw int64 [b, h, n], sorted or not, with few or many distinct values."""
     shape = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 120))
     kinds = draw(st.sampled_from([1, 3, 40, 90, 1000, 1 << 33]))
     found = torch.randint(-kinds, kinds, shape, generator=random(draw(st.integers(0, 999))))
@@ -335,7 +335,7 @@ def test_of_too_many_pairs_some_are_listed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ids_in_any_order_with_too_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles equal brute force, and almost none is evaluated at every position."""
+    """Document ids in random order give exact tiles, with fewer than 20 dense evaluations."""
     monkeypatch.setattr("attnkit.sparsity.ranges.equality_sets._MAX_PAIRS", 1 << 14)
     ids = torch.randint(0, 100, (2048,), generator=random(1))
     for mask in (masks.document(ids), masks.document(ids) & masks.sliding_window(300)):

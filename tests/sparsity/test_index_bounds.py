@@ -1,4 +1,4 @@
-"""Check integer safety: nothing unsafe passes, ordinary code does, and messages say what to do."""
+"""Check index bounds: unsafe masks are refused with a helpful message, ordinary ones are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOW, HIGH = -(2**31), 2**31 - 1
 
 
 def first_fault(case: Case) -> tuple[str, Node] | None:
-    """Return the first unsafe node and what is wrong there, found by evaluating everything."""
+    """Return (fault, node) of the first unsafe node, found by evaluating every position."""
     values: dict[Node, Tensor] = {}
     env = positions(case)
     for n in ir.topo(case.root):
@@ -73,7 +73,7 @@ WIDE: dict[str, Callable[..., Tensor]] = {
 
 @st.composite
 def risky(draw: st.DrawFn) -> Case:
-    """Draw cases like `cases`, with steps that may well leave their range."""
+    """Draw a case as `cases` does, plus a step that may overflow or leave its valid range."""
     case = draw(cases(I32, max_len=60, max_depth=3))
     root = case.root
     step = draw(st.sampled_from(["none", "scale", "shift", "divide", "index", "square"]))
@@ -105,7 +105,7 @@ def test_nothing_unsafe_passes(case: Case) -> None:
 
 
 def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
-    """Return the loads without a proof, or the error message."""
+    """Return (loads without a proof, None), or (empty set, error message)."""
     try:
         return check_bounds([case.root], case.tensors, **case.sizes()), None
     except BoundsError as error:
@@ -114,7 +114,7 @@ def outcome(case: Case) -> tuple[frozenset[Node], str | None]:
 
 @given(case=cases(I32, max_len=40))
 def test_loads_of_one_side_are_always_decided(case: Case) -> None:
-    """One-sided indices are evaluated at every position, so none is left for run time."""
+    """A load whose index depends on one side is proven or refused, never left for run time."""
     for side in (Q, KV):
         other = KV if side is Q else Q
         one_sided = ir.substitute(case.root, {other: const(0)})
@@ -126,7 +126,7 @@ def test_loads_of_one_side_are_always_decided(case: Case) -> None:
 
 
 def is_whole(n: Node) -> bool:
-    """Return whether the result depends on no float, which may round differently elsewhere."""
+    """Return whether an expression has no float node, whose rounding may differ elsewhere."""
     return all(m.type != "f32" for m in ir.topo(n))
 
 
@@ -316,7 +316,10 @@ def test_a_constant_outside_int32_is_refused() -> None:
 
 
 def test_a_proof_is_not_used_for_other_data() -> None:
-    """Neither where only the range matters, nor where every position was looked at."""
+    """An edit of captured data invalidates the proof of its indices.
+
+    This holds for a proof from ranges and for a proof from all positions.
+    """
     table, ids, start = torch.zeros(3), torch.tensor([0, 9, 5]), torch.tensor([0, 8, 4])
     one = lambda b, h, q, kv: table[ids[q] - start[q]] > 0
     two = lambda b, h, q, kv: table[(ids[q] > 4).int() + start[q] // 8] > 0

@@ -1,4 +1,4 @@
-"""Masks of hundreds of terms: what they cost is counted in calls, not in seconds."""
+"""Check the cost of masks with hundreds of terms, counted in Python calls rather than seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def windows(count: int) -> Mask:
 
 
 def points_and_calls(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Count the positions at which the mask is evaluated, and the Python calls."""
+    """Run `run`; return the number of mask positions evaluated and of Python calls."""
     points = 0
     evaluate = Resolver._mask
 
@@ -62,7 +62,10 @@ def test_the_cost_of_a_union_grows_with_its_terms(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("sign", ["|", "&", "^"])
 def test_a_thousand_terms(sign: str) -> None:
-    """Nested calls of a thousand masks would exceed Python's stack."""
+    """A combination of a thousand masks works in every operator.
+
+    The combination is flat, because nested calls would exceed Python's recursion limit.
+    """
     combine = {"|": Mask.__or__, "&": Mask.__and__, "^": Mask.__xor__}[sign]
     terms = [lambda b, h, q, kv, i=i: (q + i) % 7 != kv % (i + 3) for i in range(1000)]
     whole = Mask(terms[0])

@@ -19,7 +19,7 @@ from attnkit import codegen, flex_attention, masks, mods, schedule, splice
 from attnkit.jit import emulation
 from attnkit.util.tensor_cache import VersionedCache
 
-# What is loaded once, not derived from calls.
+# caches of code that is loaded once and does not depend on calls
 NOT_DATA = {"attnkit.splice.graph_capture.driver", "attnkit.splice.graph_capture._libc"}
 
 
@@ -30,7 +30,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def sizes() -> dict[str, int]:
-    """Return the size of each cache by name: functions, tensors, weak tables, dictionaries."""
+    """Return the number of entries of each cache in the tested modules, by name."""
     found: dict[str, int] = {}
     for module in modules():
         members: dict[str, Any] = dict(vars(module))

@@ -1,4 +1,4 @@
-"""Check how captured tensors reach a kernel, and who owns them."""
+"""Check how captured tensors are passed to a kernel and which objects keep them alive."""
 
 from __future__ import annotations
 

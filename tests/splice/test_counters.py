@@ -1,4 +1,4 @@
-"""Check counters: one per stream, and others while a CUDA graph is captured."""
+"""Check that each stream has its own counters, and that CUDA graph capture uses other ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 
 class Device:
-    """Stands for a GPU: tensors are made on the host."""
+    """Stub of a CUDA device whose tensors are allocated on the host."""
 
     index = 0
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the current stream, which tests set."""
+    """Return a one-element list with the current stream number, which tests set."""
     current, zeros = [1], torch.zeros
     monkeypatch.setattr(counters, "stream_of", lambda index: current[0])
     monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: zeros(*a, **k))
@@ -64,7 +64,7 @@ def test_each_graph_has_its_own_counters(stream: list[int]) -> None:
 
 
 def test_each_thread_on_the_host_has_its_own_counters() -> None:
-    """Emulated kernels run in the thread that launches them, which is their stream."""
+    """Emulated kernels use one set of counters per host thread."""
     attnkit.clear_caches()
     own = zero_counters(CPU, False)
     assert zero_counters(CPU, False) is own

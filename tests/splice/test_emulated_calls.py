@@ -1,4 +1,4 @@
-"""Check that repeated emulated calls take the path of repeated calls on a GPU, with used counters."""
+"""Check that repeated emulated calls take the fast path of a GPU and reuse its counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSAL = masks.causal()
 
 
 class Paths:
-    """Counts calls on the fast path, and relaunches of kernels.
+    """Count calls on the fast path and relaunches of kernels.
 
     Attributes:
         fast: calls that took the fast path.
@@ -66,7 +66,7 @@ def inputs(length: int = 200, heads: int = 1) -> list[Tensor]:
 
 
 def check(qkv: list[Tensor], score_mod: Any = None, mask: Any = CAUSAL, **options: Any) -> None:
-    """Compare an emulated call with float64."""
+    """Check that an emulated call has at most twice the error of dense attention, from float64."""
     found = flex_attention(*qkv, score_mod, mask, return_lse=True, backend="emulate", **options)
     wide = [t.double() for t in qkv]
     exact = flex_attention(*wide, score_mod, mask, return_lse=True, backend="eager", **options)
@@ -86,7 +86,7 @@ def test_a_repeated_call_is_relaunched_with_new_addresses(paths: Paths) -> None:
 
 
 def test_rows_that_are_split_are_relaunched(paths: Paths) -> None:
-    """The combine kernel reads the parts of this call, not those of the call before."""
+    """Relaunched calls with split rows combine the partial results of the same call."""
     query = torch.randn(1, 1, 16, 64, dtype=torch.bfloat16)
     for _ in range(3):
         _, key, value = inputs(1100)
@@ -96,7 +96,7 @@ def test_rows_that_are_split_are_relaunched(paths: Paths) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_address_that_tma_cannot_read_is_copied(paths: Paths, place: int) -> None:
-    """Such a call is not relaunched, whichever tensor it is; the next one is."""
+    """A call with a misaligned tensor is not relaunched; the next aligned call is."""
     check(inputs())
     qkv = inputs()
     flat = torch.randn(qkv[place].numel() + 8, dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def test_an_address_that_tma_cannot_read_is_copied(paths: Paths, place: int) -> 
 
 
 def test_a_kernel_leaves_the_counters_that_it_shares_at_zero(paths: Paths) -> None:
-    """Three heads of two tiles on two CTAs: every call counts, and the next finds zero."""
+    """Every call on shared counters leaves them at zero (three heads of two tiles, two CTAs)."""
     counters = zero_counters(CPU, False)
     for _ in range(3):
         check(inputs(heads=3))
@@ -120,7 +120,10 @@ def test_a_kernel_leaves_the_counters_that_it_shares_at_zero(paths: Paths) -> No
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_counters_that_are_not_zero_are_noticed(paths: Paths, calls: int) -> None:
-    """At a first call and at a relaunch; the error names the kernel, and the next call is right."""
+    """Nonzero counters raise an error that names the kernel, and the next call is correct.
+
+    This holds at a first call and at a relaunch.
+    """
     for _ in range(calls - 1):
         check(inputs())
     zero_counters(CPU, False).fill_(3)

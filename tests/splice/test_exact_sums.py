@@ -1,4 +1,4 @@
-"""Check sums of floats as integers: exact, the same in any order, with NaN and infinities."""
+"""Check exact sums of floats as integers: independent of order, with NaN and infinities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def binned(values: list[float]) -> Tensor:
-    """Add values in this order as kernels do: int64 [1, BINS]."""
+    """Add values in the given order as the kernels do; return the bins, int64 [1, BINS]."""
     sums = empty_sums((), CPU)
     for bits in torch.tensor(values, dtype=torch.float32).view(torch.int32).tolist():
         exponent, digits = (bits >> 23) & 255, bits & ((1 << 23) - 1)

@@ -1,4 +1,4 @@
-"""Check that what a captured CUDA graph reads lives as long as the graph, with a fake driver."""
+"""Check that objects read by a captured CUDA graph live as long as the graph (fake driver)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CPU = torch.device("cpu")
 
 
 class Table:
-    """Stands for a tensor that a graph reads."""
+    """Stub of a tensor that a graph reads."""
 
 
 class Driver:
-    """Stands for CUDA's driver; one graph at a time is captured."""
+    """Stub of the CUDA driver that captures one graph at a time."""
 
     def __init__(self) -> None:
         self.knows_user_objects = True
         self.captured = self.begin()
 
     def begin(self) -> list[tuple[int, int]]:
-        """Begin a graph; return its user objects: destructors with their arguments."""
+        """Begin a graph; return the list that will hold its (destructor, argument) pairs."""
         self.captured = []
         return self.captured
 
@@ -43,7 +43,7 @@ class Driver:
 
 
 def destroy(graph: list[tuple[int, int]]) -> None:
-    """Destroy a graph, as CUDA does: each destructor is called once."""
+    """Destroy a graph as CUDA does, calling each destructor once."""
     while graph:
         destructor, argument = graph.pop()
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(destructor)(argument)
@@ -59,7 +59,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def kept() -> weakref.ref[Table]:
-    """Keep a new table for the graph that is captured."""
+    """Attach a new table to the graph that is being captured; return a weak reference to it."""
     table = Table()
     keep_while_replayable(CPU, table)
     return weakref.ref(table)
@@ -120,7 +120,7 @@ def test_kept_for_ever_where_the_driver_cannot_say(
 
 
 class Library:
-    """Stands for libcuda: whether a capture is active, and what each function returns."""
+    """Stub of libcuda with a given capture status and an optional function that fails."""
 
     def __init__(self, status: int = 1, failing: str = "") -> None:
         self.status, self.failing = status, failing

@@ -1,4 +1,4 @@
-"""Check replays of calls, with kernels that compute on the memory at the given addresses."""
+"""Check replays of calls, with stub kernels that compute on memory at the given addresses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CPU = torch.device("cpu", 0)  # with an index, as a GPU
 
 
 def at(address: int, count: int) -> Tensor:
-    """Return the float32 numbers at an address."""
+    """Return `count` float32 numbers at `address` as a tensor that shares their memory."""
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
 
 
 class Kernel:
-    """Computes on addresses; counts its launches."""
+    """Stub of a kernel that computes on addresses and counts its launches."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -66,7 +66,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case:
-    """Computes out = second half of (a * table + 3 b), then ones; total = the sum of that half."""
+    """Stub of a call with two kernels, a captured table and a counter.
+
+    The call computes out = [second half of (a * table + 3 b), ones], and total = the sum of that
+    half.
+    """
 
     def __init__(self) -> None:
         self.table, self.counter = torch.rand(N), torch.zeros(1)

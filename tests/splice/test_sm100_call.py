@@ -1,4 +1,4 @@
-"""Check the operator with emulated Blackwell kernels: what the splice decides around them."""
+"""Check which Blackwell kernels the operator runs, with emulated kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(
 
 
 def agree(variant: Variant, qkv: list[Tensor], backward: bool = False) -> list[str]:
-    """Compare with the oracle; return the names of the kernels that ran."""
+    """Compare with the oracle and return the names of the kernels that ran."""
     with emulation.session() as session:
         errors = compare(variant, qkv, backend=BACKEND, backward=backward)
     assert session.ok, [str(report) for _, report in session.reports]
@@ -63,12 +63,12 @@ def test_maxima() -> None:
     wide = [t.double() for t in qkv]
     _, expected = flex_attention(*wide, None, CAUSAL, backend="eager", **given)
     torch.testing.assert_close(found.max_scores, expected.max_scores.float())
-    # a relative error of all exponentials, those on the FMA units, moves the LSE by as much
+    # the relative error of exponentials on the FMA units is an absolute error of the LSE
     assert float((found.lse - expected.lse).abs().max()) < 8.6e-5 + 1e-5
 
 
 def test_gradients_in_a_fixed_order() -> None:
-    """Bits are the same in every order of execution, with sums of shared kv heads."""
+    """Deterministic gradients are bit-identical in any order of execution, with GQA."""
     found = []
     for mode, ctas in (("eager", 2), ("adversarial", 3)):
         qkv = [t.requires_grad_() for t in draw(300)]
@@ -85,7 +85,7 @@ def test_gradients_in_a_fixed_order() -> None:
 
 
 def test_wide_heads_have_torch_gradients() -> None:
-    """The backward kernel does not take these head dims."""
+    """At head dim 256 only the forward runs as a kernel; the backward uses torch operators."""
     assert agree(Variant(None, CAUSAL), draw(140, 256), backward=True) == ["forward"]
 
 

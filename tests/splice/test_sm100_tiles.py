@@ -1,4 +1,4 @@
-"""Check which kernel of the Blackwell forward the tiles of a mask get."""
+"""Check which Blackwell forward kernel is chosen for the tiles of a mask."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tall_tiles_ask_for_their_kernel() -> None:
 def test_the_choice_is_the_least_sum_of_clocks(
     q_len: int, kv_len: int, seed: int, form: ScoreForm
 ) -> None:
-    """Compare with tiles that are counted one by one in a dense grid."""
+    """The chosen kernel has the least sum of clocks, with tiles counted in a dense grid."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = -(-q_len // 128), -(-kv_len // 128)
     states = torch.randint(0, 3, (1, 1, rows, columns), generator=generator).to(torch.int8)

@@ -1,4 +1,4 @@
-"""Check what reaches the Hopper kernel at repeated calls, with a kernel that records it."""
+"""Check the arguments of the Hopper kernels at repeated calls, with a stub that records them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 300
 
 
 class There:
-    """Stands for a tensor at an address, like another tensor otherwise."""
+    """Stub of a tensor with a given address and the layout of another tensor."""
 
     def __init__(self, address: int, like: Tensor) -> None:
         self.address, self.like = address, like
@@ -38,7 +38,7 @@ class There:
 
 
 class Recorder:
-    """Stands for compiled kernels; keeps what they are called with."""
+    """Stub of compiled kernels that records their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], bool]] = []
@@ -226,7 +226,7 @@ def test_recording_gradients_changes_nothing_for_the_kernel(recorder: Recorder) 
 
 
 def test_rows_that_are_split_are_put_together(recorder: Recorder) -> None:
-    """The second kernel reads what the first one wrote, at every call."""
+    """In every call the combine kernel reads the partial results that the forward kernel wrote."""
     q = torch.randn(1, 1, 16, 64, dtype=torch.bfloat16)
     keys = set()
     for step in range(4):
@@ -245,7 +245,7 @@ def test_rows_that_are_split_are_put_together(recorder: Recorder) -> None:
 def test_a_captured_call_keeps_its_tables(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables live exactly as long as the graph can be replayed, whatever cache is cleared."""
+    """The tables of a captured call live until the graph is destroyed, whatever is cleared."""
     driver = Driver()
     monkeypatch.setattr(graph_capture, "driver", lambda: driver)
     monkeypatch.setattr(forward_call, "is_capturing", lambda device: True)

@@ -1,7 +1,7 @@
-"""Check that the emulated Hopper kernels are exact: drawn variants, sums in order, captured
-numbers.
+"""Check that the emulated Hopper kernels are exact, at sizes that the emulator runs in seconds.
 
-As on a GPU (`tests/gpu`), at sizes that the emulator runs in seconds.
+The tests cover drawn variants, sums in a fixed order, and captured numbers, as `tests/gpu` does on
+a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_shared_heads_in_a_fixed_order(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("ordered", [False, True], ids=["any order", "fixed order"])
 @pytest.mark.parametrize("lengths", [(13, 49), (70, 145)], ids=str)
 def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) -> None:
-    """Some of the summed diagonals, rows and columns lie beyond the end."""
+    """Gradients of learned tables are exact where tiles reach beyond the lengths."""
     random = torch.Generator().manual_seed(1)
     along, rows, columns = (torch.randn(n, generator=random, requires_grad=True) for n in [300] * 3)
 
@@ -56,7 +56,7 @@ def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_nan_and_infinities_reach_learned_tables(bad: float) -> None:
-    """They appear in the sums that contain them, and nowhere else, in a fixed order and in any."""
+    """NaN and infinities appear only in the sums that contain them, in a fixed order or any."""
     bias = torch.zeros(70, requires_grad=True)
     mod = lambda s, b, h, q, kv: s + bias[q]
     qkv = [torch.randn(1, 1, 70, 64, dtype=FP16) for _ in range(3)]
@@ -74,7 +74,7 @@ def test_nan_and_infinities_reach_learned_tables(bad: float) -> None:
 
 
 def test_captured_numbers() -> None:
-    """Captured tensors without dimensions are bounds of a mask, parts of an index, or learned."""
+    """Zero-dimensional captured tensors may be mask bounds, parts of an index, or learned."""
     table, shift = torch.randn(400), torch.tensor(3)
     window, gain = torch.tensor(40), torch.tensor(0.7, requires_grad=True)
 

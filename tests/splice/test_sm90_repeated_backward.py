@@ -21,7 +21,7 @@ LENGTHS = 100, 140
 
 @pytest.fixture
 def relaunched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that gets, for each backward, whether it took the fast path."""
+    """Return a list to which each backward appends whether it took the fast path."""
     taken: list[bool] = []
     whole = BackwardReuse.try_fast_path
 
@@ -41,7 +41,10 @@ def relaunched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_repeated_backwards_agree_with_float64(
     relaunched: list[bool], dim: int, kv_heads: int
 ) -> None:
-    """Each call has new tensors: the first compiles, the second is analysed, the others replay."""
+    """Repeated backwards with new tensors are exact, and relaunched from the third call on.
+
+    The first call compiles, and the second is analysed.
+    """
     for _ in range(4):
         inputs, weights = draw(*LENGTHS, dims=(dim, dim), heads=(2, kv_heads))
         inputs[2] = inputs[2].transpose(1, 2).contiguous().transpose(1, 2)
@@ -50,7 +53,7 @@ def test_repeated_backwards_agree_with_float64(
 
 
 def test_repeated_backwards_of_a_captured_tensor(relaunched: list[bool]) -> None:
-    """A relaunch adds to new zeros, not to the sums of the call before."""
+    """A relaunch accumulates the gradient of a captured tensor from zero."""
     slope = torch.rand(2).to(BF16).requires_grad_()
     mod = lambda s, b, h, q, kv: s * slope[h]
 
@@ -72,7 +75,10 @@ def test_repeated_backwards_of_a_captured_tensor(relaunched: list[bool]) -> None
 
 
 def test_a_fixed_order_is_not_relaunched(relaunched: list[bool]) -> None:
-    """Each launch needs semaphores that are 0; the bits are those of the first call."""
+    """A deterministic backward is not relaunched, and repeats the bits of the first call.
+
+    Each of its launches needs semaphores that are 0.
+    """
     inputs, (weight, _) = draw(*LENGTHS, heads=(2, 1))
 
     def gradients() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A kernel reads nothing outside of a captured tensor, even if data was edited behind its proofs."""
+"""Check that kernels read nothing outside a captured tensor, even if its data was edited unseen."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ LENGTH = 48
 
 
 def overwrite(t: Tensor, value: int) -> None:
-    """Write to a tensor in a way that no version counter sees."""
+    """Overwrite all elements of a tensor without changing its version counter."""
     new = torch.full_like(t, value)
     ctypes.memmove(t.data_ptr(), new.data_ptr(), new.numel() * new.element_size())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "emulate", "emulate:sm_100a"])
 def test_an_index_from_edited_data_stays_inside(backend: str) -> None:
-    """The emulator faults at an access outside of every tensor of the kernel, torch raises."""
+    """Loads stay inside captured tensors after an unseen edit of the indices.
+
+    An access outside raises: the emulator faults outside every tensor of the kernel, and torch
+    checks indices.
+    """
     if backend != "cpu":
         pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     ids = (torch.arange(LENGTH) % 6).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Check which tensors TMA may read: contiguous rows, all else at multiples of 16 bytes."""
+"""Check which tensors TMA may read: contiguous rows, addresses and strides of 16 bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_stride_of_8_bytes_more_is_not_aligned(size: int, axis: int) -> None:
 
 
 def at_offset(elements: int) -> Tensor:
-    """Return a contiguous bfloat16 tensor whose address is so many elements after one of 16."""
+    """Return a bfloat16 tensor [4, 16] that starts `elements` after a 16-byte boundary."""
     flat = torch.arange(200, dtype=torch.bfloat16)
     first = -flat.data_ptr() % 16 // 2
     return flat[first + elements :][:64].view(4, 16)

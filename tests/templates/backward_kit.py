@@ -1,7 +1,7 @@
-"""Help the backward kernels' tests: compare emulated gradients with autograd of the float64 oracle.
+"""Help tests of the backward kernels compare emulated gradients with the float64 oracle.
 
-The error of a gradient may be twice that of the dense oracle in the same dtype. Results hold NaN
-before a kernel runs, and reading them is a fault.
+A gradient may have twice the error of the dense oracle in the same dtype. Results hold NaN before a
+kernel runs, and reading them is a fault.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mod = Callable[..., Any]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fill new memory with NaN, but do not ask for deterministic sums."""
+    """Fill newly allocated tensors with NaN without requesting deterministic sums."""
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     yield
@@ -44,7 +44,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
-    """Record the tables of all later backwards, which are built again, for this number of CTAs."""
+    """Return a list that collects the tables of all later backwards, rebuilt for `ctas` CTAs."""
     found: list[BackwardWork] = []
     plain = backward_work.build_tables
 
@@ -59,7 +59,7 @@ def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget all tables, so that they are built again."""
+    """Clear the caches of tables and calls, so that the next backward rebuilds its tables."""
     monkeypatch.setattr(runs_cache, "_derived", type(runs_cache._derived)())
     entries = type(backward_call._calls._entries)()
     monkeypatch.setattr(backward_call._calls, "_entries", entries)
@@ -75,7 +75,7 @@ def gradients(
     dtype: torch.dtype | None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Return gradients of weighted sums of output and LSE by query, key, value and captured tensors."""
+    """Return the gradients of weighted sums of out and LSE, for Q, K, V and captured tensors."""
     qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     learned = [t.detach().to(dtype or t.dtype).requires_grad_() for t in captured]
     out, lse = flex_attention(
@@ -102,9 +102,9 @@ def draw(
     batch: tuple[int, int] = (1, 1),
     dtype: torch.dtype = BF16,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return random (query, key, value) and weights of (output, LSE).
+    """Return random [query, key, value] and random weights [for out, for LSE].
 
-    Pairs are (of the query, of key and value) for heads and batch, (head_dim, head_dim_v) for dims.
+    `heads` and `batch` are (of the query, of key and value); `dims` is (head_dim, head_dim_v).
     """
     kv_len = kv_len or q_len
     inputs = [
@@ -123,7 +123,7 @@ def rounded(
     mod: Callable[..., Mod],
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Return causal gradients from plain operators, everything rounded to the inputs' dtype."""
+    """Return causal gradients from plain torch operators, rounded to the inputs' dtype."""
     dtype = inputs[0].dtype
     query, key, value = (t.detach().requires_grad_() for t in inputs)
     learned = [t.detach().to(dtype).requires_grad_() for t in captured]
@@ -146,10 +146,13 @@ def check(
     seeds: int = 1,
     scale: float | None = None,
 ) -> None:
-    """Compare the kernels with the oracle; they must have run, and without reports."""
+    """Check gradients of the kernels against the oracle.
+
+    The backward kernels must have run, and the emulator must not have reported anything.
+    """
     arguments = (*drawn, captured, mod, mask)
     exact = gradients("eager", *arguments, torch.float64, scale)
-    # sums over whole heads see that the kernel takes rowsum(dO O) from a rounded O
+    # the kernel computes rowsum(dO O) from a rounded O, which is visible in sums over whole heads
     if mod is not None and len(captured) > 0:
         dense = rounded(*drawn, captured, mod, scale)
     else:
@@ -188,7 +191,7 @@ def ordered(
 ) -> list[Tensor]:
     """Return dQ, dK and dV of a fixed problem, with sums in a fixed order.
 
-    With the name of one of `MODS` also the gradients of what it captures.
+    With a `name` in `MODS`, the gradients of that mod's captured tensors are returned too.
     """
     torch.manual_seed(0)
     inputs, weights = draw(200 if name else 400, heads=(2, 1), dims=dims)

@@ -1,4 +1,4 @@
-"""Help the CPU template's tests: hooks of plain functions, and a dense reference in plain torch."""
+"""Help tests of the CPU template with hooks from plain functions and a dense torch reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 class LambdaHooks:
-    """Makes hooks of plain functions; derivatives come from autograd."""
+    """Hooks of the CPU template built from plain functions; derivatives come from autograd."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LambdaHooks:
 
 @dataclass
 class Case:
-    """Holds the inputs of a comparison: float64 tensors of float32 values, rounded when used."""
+    """Hold the inputs of a comparison: float64 tensors with float32 values, rounded when used."""
 
     query: Tensor
     key: Tensor
@@ -83,7 +83,7 @@ class Case:
         return 1 / math.sqrt(self.query.shape[3])
 
     def inputs(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return query, key, value and a gradient of out, rounded to the case's dtype."""
+        """Return [query, key, value, gradient of out] in `dtype`, rounded to the case's dtype."""
         torch.manual_seed(3)
         grad = torch.randn(*self.query.shape[:3], self.value.shape[3])
         return [t.to(self.dtype).to(dtype) for t in (self.query, self.key, self.value, grad)]
@@ -101,7 +101,7 @@ def positions(*shape: int) -> list[Tensor]:
 
 
 def states_of(dense: Tensor, block: tuple[int, int]) -> Tensor:
-    """Compute the states of the tiles of bool [b, h, Sq, Skv], by counting."""
+    """Compute the tile states of a dense mask [b, h, Sq, Skv] by counting."""
     short = [-n % size for n, size in zip(dense.shape[2:], block, strict=True)]
 
     def count(t: Tensor) -> Tensor:
@@ -125,9 +125,10 @@ def runs_of(case: Case) -> BlockRuns | None:
 
 
 def dense_attention(case: Case, dtype: torch.dtype, turned: bool = False) -> dict[str, Tensor]:
-    """Compute dense attention and its gradients in `dtype`; scores in float32 for 16-bit dtypes.
+    """Compute dense attention and its gradients in `dtype`, by name.
 
-    `turned` sums over q, kv and the width of the heads from the other end.
+    For 16-bit dtypes the scores are in float32. `turned` reverses the order of summation over q, kv
+    and the head dim.
     """
     work = torch.float64 if dtype == torch.float64 else torch.float32
     query, key, value, grad = case.inputs(dtype)
@@ -174,7 +175,7 @@ def template_attention(case: Case) -> dict[str, Tensor]:
     captured = [t.to(work) for t in case.captured]
     hooks = LambdaHooks(case.mask, case.score, captured, wanted=bool(captured))
     runs = runs_of(case)
-    # memory that is freed now is likely to be what the template gets next
+    # the template's next allocations are likely to reuse this memory
     torch.full((1 << 20,), math.nan)
     out, lse, top = cpu.forward(query, key, value, runs, hooks, case.scale, need_max=True)
     assert top is not None
@@ -190,13 +191,12 @@ def rms(parts: list[Tensor]) -> float:
 
 
 def check(case: Case) -> dict[str, Tensor]:
-    """Check that errors against float64 are at most twice those of dense attention in the same
-    dtype.
+    """Check that errors are at most twice those of dense attention in the same dtype.
 
-    Errors are root mean squares, of results and of gradients by dtype: the largest error of a few
-    numbers is a matter of luck. The dense error is the larger of two orders of summation. For
-    float64 itself the error of dense float32 is scaled down to the precision of float64, and the
-    reference may be wrong by as much.
+    Errors are differences from float64, as root mean squares over all results and gradients of one
+    dtype, because the largest error of a few numbers depends on chance. The dense error is the
+    larger of two orders of summation. For float64 itself, the error of dense float32 is scaled down
+    to the precision of float64, since the reference may be wrong by as much.
     """
     narrow, factor = case.dtype, 2.0
     if case.dtype == torch.float64:
@@ -221,7 +221,7 @@ def check(case: Case) -> dict[str, Tensor]:
             rms([r[n][exact[n].isfinite()] - w for n, w in zip(names, want, strict=True)])
             for r in (found, *dense)
         )
-        # what rounding the exact results costs, and rounding 1 where cancellation leaves nothing
+        # the rounding error of the exact results, and that of 1 where terms cancel
         floor = max(torch.finfo(dtype).eps * rms(want), torch.finfo(torch.float32).eps)
         assert error <= factor * max(*allowed, floor), (names, error, allowed)
     return found

@@ -9,13 +9,13 @@ from numpy.polynomial.polynomial import polyval
 
 
 def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -> np.ndarray:
-    """Return the coefficients, lowest power first.
+    """Return the coefficients of a minimax polynomial for 2**f, lowest power first.
 
     Args:
-        degree: 1 or more.
-        low, high: where 2**f is wanted.
-        exact_at_zero: the value at 0 is 1. All powers of the error have a factor f then, so that
-            its signs at the extremes alternate up to the sign of f.
+        degree: degree of the polynomial, at least 1.
+        low, high: interval of f.
+        exact_at_zero: require the value 1 at 0. The error then has a factor f, so that its signs
+            at the extremes alternate up to the sign of f.
     """
     powers = range(exact_at_zero, degree + 1)
     count = len(powers) + 1  # the error is largest, with changing sign, at so many points
@@ -41,7 +41,7 @@ def exp2_polynomial(degree: int, low: float, high: float, exact_at_zero: bool) -
 
 
 def _peaks(error: np.ndarray) -> list[int]:
-    """Return where the error is largest between its changes of sign."""
+    """Return the index of the largest error between each two changes of its sign."""
     changes = np.flatnonzero(np.sign(error[:-1]) * np.sign(error[1:]) < 0) + 1
     edges = [int(error[0] == 0), *changes.tolist(), len(error)]
     return [a + int(np.argmax(np.abs(error[a:b]))) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Run the Blackwell forward in the emulator with any configuration, called as a splice does."""
+"""Run the Blackwell forward kernel in the emulator with any configuration."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ OUTPUTS = (3, 4, 5)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Holds a kernel and the arguments of one call.
+    """Hold a kernel and the arguments of one call.
 
     Attributes:
-        exe: for the emulator.
-        arguments: outputs included, at `OUTPUTS`.
+        exe: the kernel, compiled for the emulator.
+        arguments: arguments of the call; outputs are at the indices `OUTPUTS`.
         work: the work list.
-        stack: bytes of spilled registers a thread.
+        stack: bytes of spilled registers per thread.
     """
 
     exe: emulator.Executable
@@ -48,7 +48,7 @@ class Case:
     stack: int
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return out, LSE and row maxima."""
+        """Return out, LSE and the row maxima."""
         return self.arguments[3], self.arguments[4], self.arguments[5]
 
     @property
@@ -57,17 +57,17 @@ class Case:
         return self.arguments[9]
 
     def marked(self) -> list[Any]:
-        """Return the arguments, with the outputs marked as not yet written."""
+        """Return the arguments with the outputs marked as undefined."""
         return [emulator.Undefined(a) if i in OUTPUTS else a for i, a in enumerate(self.arguments)]
 
 
 def width(head_dim: int) -> int:
-    """Return the head dim as a kernel computes it."""
+    """Return the head dim to which a kernel pads `head_dim`."""
     return next(w for w in (64, 96, 128, 192, 256) if head_dim <= w)
 
 
 def settings_of(dims: tuple[int, int]) -> dict[str, Any]:
-    """Return the fields of the config that these head dims need, besides the head dims."""
+    """Return the config fields, besides the head dims, that `dims` requires."""
     wide, deep = width(dims[0]), width(dims[1])
     if deep > 128:
         return {"q_tiles": 1, "alias": wide >= deep}
@@ -75,7 +75,7 @@ def settings_of(dims: tuple[int, int]) -> dict[str, Any]:
 
 
 def config_of(dtype: torch.dtype, dims: tuple[int, int], settings: dict[str, Any]) -> ForwardConfig:
-    """Build the config for head dims, with `settings` in place of its own fields."""
+    """Build the forward config for `dims`, with `settings` overriding its fields."""
     sizes = {"head_dim": width(dims[0]), "head_dim_v": width(dims[1])}
     fields = {"dtype": str(dtype).removeprefix("torch.")} | sizes | settings_of(dims) | settings
     return ForwardConfig(**fields)
@@ -87,7 +87,7 @@ def _compiled(key: Any, build: Any) -> tuple[emulator.Executable, int]:
 
 
 def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulator.Executable, int]:
-    """Compile a kernel for the emulator; return it and its spilled bytes."""
+    """Compile a kernel for the emulator; return it and its spilled bytes per thread."""
     with tempfile.TemporaryDirectory() as folder:
         keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
         result = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
@@ -102,7 +102,7 @@ def scheduled(
     workers: int,
     split: bool,
 ) -> WorkList:
-    """Return the work list of the runs, all blocks for None, in tiles of `block`."""
+    """Return the work list of `runs` (all blocks if None) in tiles of `block`."""
     query, key, value = qkv
     runs = refine(runs or full_runs(query.shape[2], key.shape[2], block, query.device), block)
     traffic = 2 * block[1] * (query.shape[3] + value.shape[3])
@@ -120,7 +120,7 @@ def case(
     workers: int = WORKERS,
     **settings: Any,
 ) -> Case:
-    """Make a call of the kernel; `settings` are fields of the config."""
+    """Prepare a call of the forward kernel; `settings` override fields of the config."""
     query, key, value = qkv
     batch, heads, q_len, head_dim = query.shape
     dims = head_dim, value.shape[-1]
@@ -171,7 +171,7 @@ def case(
 
 
 def join_parts(case: Case) -> None:
-    """Combine the parts of split rows in out and LSE, in float64."""
+    """Combine the partial results of split rows into out and LSE, in float64, in place."""
     out, lse, _ = case.results()
     parts, part_lse = case.arguments[10].double(), case.arguments[11].double()
     slots = case.work.split_ptr.tolist()
@@ -187,7 +187,7 @@ def join_parts(case: Case) -> None:
 
 
 class _Once:
-    """A function that compares equal to others with the same key."""
+    """Callable that compares equal to others with the same key."""
 
     def __init__(self, key: Any, function: Any) -> None:
         self.key, self.function = key, function

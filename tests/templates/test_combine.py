@@ -1,4 +1,4 @@
-"""Check the kernel that combines the parts of split rows, alone, with LSEs of every kind."""
+"""Check the kernel that combines partial results of split rows, for finite and infinite LSEs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnkit.splice.forward_sources import combine_source
 DIM, ROWS, PARTS = 64, 64, 3
 NAN, INF = math.nan, math.inf
 
-# LSEs of the parts of a row; the first rows of the tile have these, the others are random.
+# LSEs of the partial results of the tile's first rows; those of the other rows are random
 KINDS = [
     (0.0, 0.0, 0.0),
     (1.5, -2.0, 0.25),
@@ -76,7 +76,7 @@ def test_parts_are_weighted_by_their_lse(dtype: torch.dtype) -> None:
 
 
 def test_rows_beyond_the_end_are_not_written() -> None:
-    """The last tile of a query has fewer rows than a tile."""
+    """The combine kernel writes no rows beyond the end of a ragged last tile."""
     rows = 5
     lse, parts = torch.zeros(PARTS, ROWS), torch.ones(PARTS, ROWS, DIM)
     out = torch.full((1, 1, rows, DIM), NAN, dtype=torch.bfloat16)

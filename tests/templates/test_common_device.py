@@ -22,7 +22,7 @@ THREADS = 128
 
 
 class Each:
-    """Calls a function once per thread: a number in, `outputs` numbers out."""
+    """Kernel that calls `function` once per thread, with one input and `outputs` outputs."""
 
     def __init__(self, function: Any, outputs: int = 1) -> None:
         self.function = function
@@ -48,7 +48,7 @@ class Each:
 
 
 def run(function: Any, x: Tensor, dtype: torch.dtype, outputs: int = 1) -> Tensor:
-    """Compute y[i] = function(x[i]); int32 or float32."""
+    """Return y[i] = function(x[i]) as a tensor of `dtype`, int32 or float32."""
     kinds = {torch.int32: Int32, torch.float32: Float32}
     fakes = [make_fake_compact_tensor(kinds[t], (cute.sym_int(),)) for t in (x.dtype, dtype)]
     options = "--gpu-arch sm_90a"
@@ -79,7 +79,10 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
 
 
 def test_bits_of_the_columns_below() -> None:
-    """A thread's columns are 8 g + c, c = 0 and 1, with the bits 2 g + c."""
+    """`bits_below` sets the bits of a thread's columns that are below a bound.
+
+    A thread's columns are 8 g + c for c = 0 and 1, at bits 2 g + c.
+    """
     x = torch.arange(-300, 300, dtype=torch.int32)
     words = 2
     found = run(lambda v: device.bits_below(v, words), x, torch.int32, words)
@@ -97,7 +100,7 @@ def test_bit() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [(BFloat16, torch.bfloat16), (Float16, torch.float16)])
 def test_pack(kind: Any, dtype: torch.dtype) -> None:
-    """The first number in the low half, each rounded to the nearest."""
+    """`pack` rounds two numbers to nearest and puts the first in the low half."""
     x = torch.tensor([0.0, 1.0, -1.00390625, 3.14159, 1e30, -1e-30, math.inf])
     found = run(lambda v: device.pack(v, v * 0.5, kind), x, torch.int32)
     halves = found.view(torch.int16).view(dtype).view(-1, 2)

@@ -1,4 +1,4 @@
-"""Compare the CPU template with a dense float64 reference, in every geometry and dtype."""
+"""Compare the CPU template with a dense float64 reference, for all shapes and dtypes."""
 
 from __future__ import annotations
 

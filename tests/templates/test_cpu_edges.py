@@ -1,4 +1,4 @@
-"""Check the CPU template on large and infinite numbers, NaN, and its memory and cost."""
+"""Check the CPU template on large numbers, infinities and NaN, and check its memory and cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.templates.cpu_kit import (
 
 
 def test_runs_decide_over_the_mask() -> None:
-    """A BlockMask made by hand keeps FULL tiles whole and leaves EMPTY ones out."""
+    """Block lists override the mask: FULL tiles are kept whole, and EMPTY ones are skipped."""
     torch.manual_seed(5)
     states = torch.randint(0, 3, (1, 1, 14, 9), dtype=torch.int8)
     q_len, kv_len, block = 14 * 16 - 3, 9 * 24 - 10, (16, 24)
@@ -47,7 +47,7 @@ def test_runs_decide_over_the_mask() -> None:
 
 
 def test_scores_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows longer than a chunk are merged online, whichever tiles the cuts go through."""
+    """Rows longer than a chunk are merged correctly, wherever the chunk boundaries are."""
     import sys
 
     for name in ("forward", "backward"):
@@ -76,7 +76,7 @@ def test_equal_inputs_give_equal_bits() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("score", [None, softcap])
 def test_what_the_mask_hides_does_not_leak(bad: float, score: Score | None) -> None:
-    """Keys hold rubbish where no row looks; the partial tiles around them stay clean."""
+    """NaN or infinity in fully masked keys changes neither results nor gradients."""
     inputs = random_inputs(q_len=64)
     query, key, value = (t.float() for t in inputs.values())
     mask = lambda b, h, q, kv: (q >= kv) & (kv != 13) & (kv < 60)
@@ -128,7 +128,7 @@ def test_infinite_score_has_infinite_lse() -> None:
 
 
 def test_derivative_that_is_infinite_under_the_mask() -> None:
-    """sqrt has no derivative at 0 and no value below: rows that do not see these stay finite."""
+    """Gradients are finite if the score_mod's derivative is not finite only at masked scores."""
     score = lambda s, b, h, q, kv: torch.sqrt((q - kv).to(s.dtype) * s.abs())
     case = Case(**random_inputs(q_len=50), mask=lambda b, h, q, kv: q > kv, score=score)
     for name, result in template_attention(case).items():
@@ -149,7 +149,7 @@ def test_rows_without_keys_ignore_the_gradient_of_their_lse() -> None:
 
 
 class Watch(LambdaHooks):
-    """Records which positions the mask and the score are asked for."""
+    """Hooks that count how often mask and score are evaluated at each position."""
 
     def __init__(self, mask: Mask, shape: tuple[int, int]) -> None:
         super().__init__(mask, lambda s, b, h, q, kv: s)
@@ -167,7 +167,7 @@ class Watch(LambdaHooks):
 
 
 def test_cost_follows_the_tiles() -> None:
-    """FULL tiles evaluate no mask, EMPTY ones no score, PARTIAL ones both once."""
+    """The mask is evaluated on PARTIAL tiles only, the score once on each PARTIAL or FULL tile."""
     size, block = 1000, (128, 128)
     mask = lambda b, h, q, kv: (q >= kv) & ((q - kv < 300) | (kv < 40))
     dense = mask(*positions(1, 1, size, size))
@@ -182,7 +182,7 @@ def test_cost_follows_the_tiles() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Records the largest tensor that any operator makes."""
+    """Dispatch mode that records the size of the largest tensor that any operator returns."""
 
     elements = 0
 
@@ -196,7 +196,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_bounded(dtype: torch.dtype) -> None:
-    """No tensor of the size of the scores, for masks that touch them all or only a band."""
+    """Forward and backward allocate no tensor as large as the scores."""
     size = 1 << 14
     query = torch.randn(1, 1, 512, 4, dtype=dtype)
     key = torch.randn(1, 1, size, 4, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The kernel that compares data with fingerprints: it reports each difference and nothing else."""
+"""Check that the fingerprint kernel reports each difference of data, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from attnkit.util.fingerprint import fingerprint
 def compare(
     tensors: list[Tensor], expected: list[Tensor], most: int = 3, check: bool = False
 ) -> int:
-    """Run the kernel in the emulator; return what it reports."""
+    """Run the fingerprint kernel in the emulator; return the code that it reports (0: none)."""
     words = [w for t in tensors for w in kernel_words(t)]
     source = fingerprint_source(tuple(map(words_kind, words)), "sm_90a")
     report = torch.zeros(1, dtype=torch.int64)
@@ -53,7 +53,7 @@ def test_the_kernel_computes_the_fingerprints_of_the_definition() -> None:
 
 
 def strided() -> list[Tensor]:
-    """A tensor of each kind that a kernel is compiled for."""
+    """Return one tensor for each layout that the kernel is compiled for."""
     wide = torch.randint(-(2**60), 2**60, (6, 5, 4))
     return [
         torch.arange(5000, dtype=torch.int32),
@@ -84,7 +84,10 @@ def test_equal_data_is_not_reported_and_every_edit_is() -> None:
 
 
 def test_a_launch_passes_the_address_of_the_report_in_host_memory() -> None:
-    """A CPU tensor among those of a GPU is refused; the report says that it is on the GPU."""
+    """A launch accepts the report, which is in host memory, among GPU tensors.
+
+    Other CPU tensors are refused there, so the report declares the GPU as its device.
+    """
     words = kernel_words(strided()[1])[0]
     signature = kernel(fingerprint_source((words_kind(words),), "sm_90a")).signature
     report = torch.zeros(1, dtype=torch.int64)

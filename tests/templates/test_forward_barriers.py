@@ -1,4 +1,4 @@
-"""Check that each mbarrier of the forward kernels has a word of its own in shared memory."""
+"""Check that the mbarriers of the forward kernels do not overlap in shared memory."""
 
 from __future__ import annotations
 

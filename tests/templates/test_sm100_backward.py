@@ -1,7 +1,7 @@
 """Compare the Blackwell backward kernels, executed on the CPU, with autograd of the float64 oracle.
 
-No Blackwell GPU has run them: what is tested is the generated code under the semantics of the
-emulator, and what the assembler makes of it.
+The kernels have not run on a Blackwell GPU. The tests check the generated code under the semantics
+of the emulator, and the output of the assembler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BACKEND = "emulate:sm_100a"
 
 @pytest.fixture
 def one_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Refuse pairs of CTAs, which head dims of 128 would take (test_sm100_backward_2cta.py)."""
+    """Disable CTA pairs, which head dims of 128 use (see test_sm100_backward_2cta.py)."""
     monkeypatch.setattr(sm100_backward, "refusal", lambda case: "this test is of single CTAs")
     attnkit.clear_caches()
     yield
@@ -48,7 +48,7 @@ def one_cta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def main_kernel(*arguments: Any) -> Any:
-    """Compile the main kernel of a backward."""
+    """Compile and return the main kernel of a backward."""
     with emulation.session(execute=False), kernel.requested_sources() as sources:
         gradients(BACKEND, *arguments)
     (source,) = (s for s in sources if s.name.startswith("backward"))

@@ -1,4 +1,4 @@
-"""Compare the Blackwell backward with pairs of CTAs, in the emulator, with the float64 oracle."""
+"""Compare the Blackwell backward with CTA pairs, in the emulator, with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def kernels(*arguments: Any) -> list[Any]:
-    """Compile the main kernels of a backward."""
+    """Compile and return the main kernels of a backward."""
     with emulation.session(execute=False), compiled.requested_sources() as sources:
         gradients(BACKEND, *arguments)
     return [compiled.kernel(s) for s in sources if s.name.startswith("backward")]
 
 
 def in_pairs(*arguments: Any) -> bool:
-    """Return whether the operator takes pairs of CTAs for a backward."""
+    """Return whether the operator chooses CTA pairs for a backward."""
     (found,) = kernels(*arguments)
     return "tcgen05.mma.cta_group::2" in found.ptx
 
@@ -77,7 +77,7 @@ def test_mods_and_float16() -> None:
 
 
 def test_fully_masked_rows_and_columns() -> None:
-    """Fully masked blocks, and fully masked rows."""
+    """Gradients are exact with fully masked blocks and fully masked rows."""
     mask = masks.prefix(200) & ~CAUSAL
     drawn = draw(400, 700, dims=(128, 128))
     check(drawn, mask=mask, mode="check", backend=BACKEND, seeds=2)
@@ -112,7 +112,10 @@ def test_gradients_of_captured_tensors(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mask", [CAUSAL, None], ids=str)
 def test_the_same_bits_in_a_fixed_order(mask: Any) -> None:
-    """Bits do not depend on the order of execution or the number of pairs; heads share KV."""
+    """Deterministic gradients do not depend on the order of execution or the number of pairs.
+
+    The query heads share a kv head.
+    """
     found = []
     for mode, ctas in (("eager", 2), ("check" if mask is None else "adversarial", 6)):
         with compiled.requested_sources() as sources:
@@ -163,7 +166,10 @@ def test_each_rule_has_its_message(changes: dict[str, Any], said: str) -> None:
 
 
 def test_tiles_are_joined_only_where_that_is_faster() -> None:
-    """A diagonal of blocks takes no fewer clocks, whatever its length; two columns of blocks do."""
+    """CTA pairs are chosen only if they need fewer clocks.
+
+    They do for two columns of blocks, and do not for a diagonal of blocks of any length.
+    """
     for blocks, wide in itertools.product((4, 9), (1, 2)):
         states = torch.zeros(1, 1, blocks, 2 * blocks, dtype=torch.int8)
         for i in range(blocks):
@@ -173,7 +179,10 @@ def test_tiles_are_joined_only_where_that_is_faster() -> None:
 
 
 def test_gradients_that_are_added_for_every_score_leave_little_to_gain() -> None:
-    """A joined block that is partly empty costs more than a pair gains."""
+    """With gradients that are added for every score, pairs are not chosen for a causal mask.
+
+    There, a joined block that is partly empty costs more than a pair saves.
+    """
     assert kind_of(frozenset()) == "nothing"
     assert kind_of(frozenset({"head", "column"})) == "summed"
     assert kind_of(frozenset({"head", "row"})) == "spread"

@@ -1,4 +1,4 @@
-"""Check LSE and delta as one more step of the products, see `common.lse_in_mma`."""
+"""Check LSE and delta as an additional k-step of the products (see `common.lse_in_mma`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 @functools.cache
 def prepare() -> emulator.Executable:
-    """Compile the preprocess, with an LSE that has a gradient."""
+    """Compile the preprocess kernel for an LSE that has a gradient."""
     kernel = Preprocess(BackwardConfig(two_cta=True, less_lse=True), True)
     fakes = preprocess_arguments("bfloat16", DEPTH)
     with tempfile.TemporaryDirectory() as folder:
@@ -38,12 +38,12 @@ def prepare() -> emulator.Executable:
         return emulator.Executable(cute.compile(kernel, *fakes, options=options), fakes)
 
 
-# what the last two columns hold, for slopes: each row's place in its q tile; here multiplied by zeros
+# the last two columns, used for slopes: each row's index in its q tile; multiplied by zeros here
 PLACES = torch.arange(ROWS).double()[:, None].expand(-1, 2)
 
 
 def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
-    """Return the columns that the preprocess writes for rows, bfloat16 [ROWS, 8]."""
+    """Return the columns that the preprocess writes for LSE and delta, each bfloat16 [ROWS, 8]."""
     zeros = torch.zeros(1, 1, ROWS, DEPTH, dtype=torch.bfloat16)
     rows = [torch.full((4 * ROWS,), torch.nan) for _ in range(2)]
     given = (zeros, zeros, lse.view(1, 1, -1), delta.view(1, 1, -1), *rows)
@@ -52,7 +52,7 @@ def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
 
 
 def total(columns: Tensor, factor: float) -> Tensor:
-    """Return the product of the columns with those of a factor, in float64."""
+    """Return the product of the columns with those of `factor`, in float64."""
     first = torch.tensor(factor, dtype=torch.float32)
     parts = []
     for _ in range(3):
@@ -64,7 +64,7 @@ def total(columns: Tensor, factor: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e20])
 def test_columns_hold_float32(size: float) -> None:
-    """Columns hold numbers of any size to the last bit, and products with a factor nearly so."""
+    """Columns represent float32 numbers exactly, and their products with a factor to 2^-22."""
     values = size * torch.randn(2, ROWS)
     lse, delta = written(*values)
     for columns, exact in ((lse, -values[0].double()), (delta, values[1].double())):
@@ -87,13 +87,16 @@ def test_rows_that_keep_nothing_are_finite() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 0.088, -0.088, 8.0])
 def test_softmax_scales(scale: float, dtype: torch.dtype) -> None:
-    """Of any sign and size: with the largest, LSE is near 400 and differs by hundreds among rows."""
+    """Gradients are exact for scales of any sign and size.
+
+    With the largest scale, LSE is near 400 and differs by hundreds between rows.
+    """
     drawn = draw(140, 260, dims=(128, 128), heads=(1, 1), dtype=dtype)
     check(drawn, backend=BACKEND, scale=scale)
 
 
 def test_mods_that_add() -> None:
-    """ALiBi and a bias a head go with LSE in the products, in every order."""
+    """Gradients are exact with LSE in the products for ALiBi plus a bias per head."""
     mod = lambda: mods.compose(mods.alibi(2), lambda s, b, h, q, kv: s + 0.5 * h)
     check(draw(200, 300, dims=(128, 128)), mod, masks.causal(), mode="check", backend=BACKEND)
 
@@ -110,6 +113,9 @@ def test_mods_that_add() -> None:
     ],
 )
 def test_which_mods_are_additive(mod: Any, additive: bool) -> None:
-    """The products may subtract LSE only for mods that add to the score."""
+    """A score form is additive only if its mod adds to the score.
+
+    The products may subtract LSE only in this case.
+    """
     root = None if mod is None else trace(mod, "score").root
     assert score_form(root).additive == additive

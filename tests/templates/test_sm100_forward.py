@@ -2,7 +2,7 @@
 
 Each kernel runs in program order, in adversarial orders and under the race detector, all from the
 same inputs. Outputs hold NaN before it runs, and reading them is a fault. Nothing here has run on a
-GPU. Only a sample of variants: each takes a compilation.
+GPU. The tests cover a sample of variants, because each variant takes a compilation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(
     split: bool = False,
     **settings: Any,
 ) -> Result:
-    """Run the kernel in all orders; compare; return what it computed."""
+    """Run the kernel in all orders and compare it with the oracle; return its results."""
     case = kit.case(qkv, score, mask, scale=scale, need_max=top, split=split, **settings)
     assert case.stack == 0
     report: Any
@@ -88,7 +88,7 @@ def check(
     ],
 )
 def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: str) -> None:
-    """Several tiles a CTA, laps of every ring, ragged ends, heads that share K and V."""
+    """Variants are exact with several tiles per CTA, laps of all rings, ragged ends and GQA."""
     batch = (2, 2) if mask == "by head and batch" else (1, 1)
     qkv = draw(300, 310, dims=dims, dtype=dtype, batch=batch)
     if score is None and mask in (None, "causal"):
@@ -108,12 +108,15 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     ids=str,
 )
 def test_settings(settings: dict[str, Any]) -> None:
-    """All settings that the plan may choose give results of the same quality."""
+    """All settings that the plan may choose are exact."""
     check(draw(300), None, masks.causal(), **settings)
 
 
 def test_cluster_launch_control() -> None:
-    """Each work tile has a CTA; running CTAs take the tiles of those that were not launched yet."""
+    """Results are exact if work tiles are taken by cluster launch control.
+
+    Each work tile has a CTA, and running CTAs take over tiles of CTAs that were not launched yet.
+    """
     check(draw(300, 64, heads=(6, 1)), work="clc")
 
 
@@ -125,7 +128,7 @@ def test_lengths(q_len: int, kv_len: int) -> None:
 
 
 def test_fully_masked_rows_give_zero_and_minus_infinity() -> None:
-    """Whole tiles that are fully masked, too; and the largest scores."""
+    """Fully masked rows and tiles give output 0, LSE -inf and row maximum -inf."""
     result = check(draw(600), None, lambda b, h, q, kv: (q >= kv + 290) | (q == 3), top=True)
     masked = torch.arange(600) < 290
     masked[3] = False
@@ -145,7 +148,10 @@ def test_row_terms_that_are_not_finite() -> None:
 @pytest.mark.parametrize("score", ["plain", "alibi"])
 @pytest.mark.parametrize(("step", "rising"), [(2.0, True), (16.0, True), (16.0, False)])
 def test_maxima_that_move_from_block_to_block(step: float, rising: bool, score: str) -> None:
-    """A maximum that grew little stays in P, otherwise O is rescaled."""
+    """Results are exact for row maxima that move from block to block.
+
+    If a maximum grew little, P absorbs the difference; otherwise O is rescaled.
+    """
     mod = mods.alibi(2) if score == "alibi" else None
     check(stairs(step, (64, 64), 3, rising), mod, scale=1.0, mode="adversarial")
 
@@ -162,12 +168,12 @@ def test_exponentials_on_the_fma_units_pass_infinities_and_nan() -> None:
 
 
 def test_rows_that_are_split_along_kv() -> None:
-    """Late rows are fully masked in the first part."""
+    """Rows split along kv are exact, also if the first part is fully masked."""
     check(draw(150, 1400, heads=(1, 1)), None, lambda b, h, q, kv: kv >= q * 9, split=True)
 
 
 def test_block_lists_overrule_the_mask() -> None:
-    """FULL blocks are kept where the mask says no, at a ragged end too; EMPTY ones are not."""
+    """Block lists override the mask: FULL blocks are kept, also at a ragged end, EMPTY skipped."""
     grid = [[2, 0, 2], [1, 2, 1]]
     blocks = listed(grid, (400, 300), lambda b, h, q, kv: q >= kv)
     check(draw(400, 300), None, blocks, q_tiles=1)

@@ -1,4 +1,4 @@
-"""Compare the Blackwell forward with pairs of CTAs, in the emulator, with the float64 oracle."""
+"""Compare the Blackwell forward with CTA pairs, in the emulator, with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
     ],
 )
 def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: str) -> None:
-    """Several tiles a pair, laps of every ring, ragged ends, heads that share K and V."""
+    """Variants are exact with several tiles per pair, laps of all rings, ragged ends and GQA."""
     batch = (2, 2) if mask == "by head and batch" else (1, 1)
     long = score is None and mask is None
     qkv = draw(*(600, 640) if long else (300, 310), dims=dims, dtype=dtype, batch=batch)
@@ -50,7 +50,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
 def test_lengths(q_len: int, kv_len: int) -> None:
-    """A pair has query tiles for one CTA, for both, or for none."""
+    """Results are exact whether a pair has query tiles for both CTAs, for one, or for none."""
     check(draw(q_len, kv_len), mode="adversarial", **TWO_CTA)
 
 
@@ -67,7 +67,7 @@ def test_rows_that_are_split_along_kv() -> None:
 def attend(
     qkv: tuple[Tensor, ...], mask: Any = None, backend: str = BACKEND, score: Any = None
 ) -> tuple[Any, str]:
-    """Return output, LSE and PTX of the kernel; the emulator must find nothing wrong."""
+    """Return (out, LSE) and the PTX of the kernel; the emulator must report nothing."""
     with emulation.session(ctas=4) as session, requested_sources() as sources:
         result = flex_attention(*qkv, score, mask, backend=backend, return_lse=True)
     if backend != BACKEND:
@@ -94,7 +94,10 @@ FEW = lambda b, h, q, kv: kv < 700
 def test_an_operator_takes_pairs_where_they_are_predicted_better(
     q_len: int, score: Any, mask: Any, pairs: bool
 ) -> None:
-    """Two pairs share the work; rows are split along kv, and joined."""
+    """The operator chooses CTA pairs where they are predicted to be faster, and stays exact.
+
+    Two pairs share the work; rows are split along kv and combined.
+    """
     qkv = draw(q_len, 900, heads=(1, 1), dims=(128, 128))
     (out, lse), ptx = attend(qkv, mask, score=score)
     assert ("cta_group::2" in ptx) == pairs

@@ -1,7 +1,8 @@
 """Check lazy rescaling in the Blackwell forward: when a maximum moves, and what rounding costs.
 
-The kernel, executed on the CPU, is compared with float64 by an error bound that each rounding of P
-accounts for, and with a model of its recurrence, which says which maximum each block is relative to.
+The kernel, executed on the CPU, is compared with float64 under an error bound that accounts for
+each rounding of P. It is also compared with a model of its recurrence, which tells the maximum that
+each block is relative to.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EXP2 = 2.0**-20  # the kernel's exponentials, relative; and sums in float32
 def run(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and LSE (log2) of the kernel for scores [rows, kv] in log2 units.
 
-    A column of `scores` is the same for all rows: it is the first element of a key.
+    All rows of `scores` must be equal, because a score is the first element of its key.
     """
     rows, length = scores.shape
     key, query = torch.zeros(length, 64), torch.zeros(rows, 64)
@@ -44,12 +45,12 @@ def run(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(columns: Tensor) -> Tensor:
-    """Return the scores of a few rows that are alike."""
+    """Return scores with 8 equal rows."""
     return columns.expand(8, -1)
 
 
 def stepped(*peaks: float, seed: int = 0) -> Tensor:
-    """Return scores whose blocks have these maxima, the others 6 to 12 below."""
+    """Return scores with one block per peak; a block's other scores are 6 to 12 below its peak."""
     random = torch.Generator().manual_seed(seed)
     blocks = []
     for peak in peaks:
@@ -70,10 +71,11 @@ def values(length: int, seed: int = 1) -> Tensor:
 
 
 def allowed(scores: Tensor, value: Tensor) -> Tensor:
-    """Bound the error of an output before its own rounding.
+    """Return a bound of the output's error before the output itself is rounded.
 
-    Rounding a weight moves the output by as much of its value. The largest weight of a block is
-    rounded in the sum too, so it moves the output by as much of what its value differs from it.
+    Rounding a weight moves the output by the same fraction of the weight's value. The largest
+    weight of a block is also rounded in the row sum, so it moves the output by a fraction of the
+    difference between its value and the output.
     """
     p, value = torch.softmax(scores.double() * LN2, 1), value.double()
     out, moved = p @ value, p @ value.abs()
@@ -84,7 +86,7 @@ def allowed(scores: Tensor, value: Tensor) -> Tensor:
 
 
 def check(scores: Tensor, value: Tensor) -> Tensor:
-    """Compare the kernel with float64, element by element; return its output."""
+    """Check the kernel against float64 element by element; return its output."""
     out, lse = run(scores, value)
     exact = torch.softmax(scores.double() * LN2, 1) @ value.double()
     rounding = torch.exp2(exact.abs().log2().floor() - 8)  # of the output itself: half a unit
@@ -96,11 +98,11 @@ def check(scores: Tensor, value: Tensor) -> Tensor:
 
 
 def model(scores: Tensor, value: Tensor, growth: float, mended: bool = True) -> Tensor:
-    """Compute online softmax over blocks of kv, where a maximum moves by more than `growth` only.
+    """Compute online softmax over kv blocks whose maximum moves only if it grows by > `growth`.
 
     The last block comes first, as in the kernel.
 
-    With `mended` the output is divided by a sum in which the largest P of each block is rounded.
+    With `mended`, the output is divided by a sum in which the largest P of each block is rounded.
     """
     rows = scores.shape[0]
     reference = torch.full((rows,), -math.inf)
@@ -131,12 +133,16 @@ def model(scores: Tensor, value: Tensor, growth: float, mended: bool = True) -> 
     ids=str,
 )
 def test_the_output_is_that_of_float64(peaks: tuple[float, ...]) -> None:
-    """Maxima that grow little, much, and not at all."""
+    """The output is within the bound for maxima that grow by more or less than the threshold."""
     check(stepped(*peaks), values(BLOCK * len(peaks)))
 
 
 def test_a_row_of_nearly_one_weight_is_its_value() -> None:
-    """The block before sets the maximum: the weight is 128.52, bfloat16 holds 128 and 129 only."""
+    """A row with nearly one weight equals that weight's value, although the weight is rounded.
+
+    The block before it sets the maximum. The weight is 128.52, and bfloat16 has only 128 and 129
+    nearby.
+    """
     columns = torch.full((2 * BLOCK,), -40.0)
     columns[60], columns[200] = math.log2(128.52), 0.0
     scores, value = rows_of(halves(columns)), values(2 * BLOCK)
@@ -147,7 +153,10 @@ def test_a_row_of_nearly_one_weight_is_its_value() -> None:
 
 @pytest.mark.parametrize("growth", [7.9, 8.1])
 def test_a_maximum_moves_where_it_grows_by_more_than_the_threshold(growth: float) -> None:
-    """P of the middle block is rounded relative to the maximum that the threshold leaves."""
+    """The maximum moves exactly if it grows by more than the threshold.
+
+    The rounding of P in the middle block shows which maximum P is relative to.
+    """
     assert RESCALE_THRESHOLD == 8.0
     scores = stepped(-4.0, 0.25 + growth, 0.25)
     value = values(3 * BLOCK)

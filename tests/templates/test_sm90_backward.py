@@ -1,7 +1,7 @@
 """Compare the Hopper backward kernels, executed on the CPU, with autograd of the float64 oracle.
 
-Gradients may be off by twice the error of the dense oracle in the same dtype. Results hold NaN
-before a kernel runs, and reading them is a fault.
+Gradients may have twice the error of the dense oracle in the same dtype. Results hold NaN before a
+kernel runs, and reading them is a fault.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_masks_by_column(name: str) -> None:
-    """Rows that a column keeps come from tables, as several intervals, or from the mask itself."""
+    """Gradients are exact for each form in which a kernel gets the rows that a column keeps.
+
+    The rows come from tables, as several intervals, or from the mask itself.
+    """
     check(draw(330, heads=(1, 1)), mask=FORMS[name]())
 
 
@@ -81,7 +84,7 @@ def test_dead_rows_have_no_gradient() -> None:
 
 
 def _every_other(q_len: int, kv_len: int) -> Any:
-    """Return a mask that leaves every other kv block empty."""
+    """Return a block mask in which every other kv block is empty."""
     keep = lambda b, h, q, kv: (kv // 128) % 2 == 1
     return create_block_mask(keep, None, None, q_len, kv_len, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Check slope * (kv - q) in the Hopper backward: in the products, and as a number per q - kv."""
+"""Check the term slope * (kv - q) in the Hopper backward, in the products and per distance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def steep(*slopes: float) -> Callable[[], Any]:
-    """Return ALiBi with these slopes of the heads."""
+    """Return a builder of ALiBi with the given slope for each head."""
     table = torch.tensor(slopes)
     return lambda: mods.alibi(table)
 
@@ -37,7 +37,7 @@ def hooks(mod: Any) -> GraphBackward:
     ("dims", "dtype"), [((64, 64), BF16), ((128, 128), FP16), ((192, 128), BF16)], ids=str
 )
 def test_both_directions(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """Without a mask, the last keys dominate in one head, and the first in the other."""
+    """Gradients are exact without a mask for slopes of both signs."""
     check(draw(140, 200, dims=dims, dtype=dtype), steep(0.7, -0.2), backend=BACKEND)
 
 
@@ -50,7 +50,7 @@ def test_in_all_orders(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_far_away(dim: int) -> None:
-    """Keep only keys 1900 positions away: LSE cancels terms of 190."""
+    """Gradients are exact for keys 1900 positions away, where LSE cancels terms of 190."""
     length = 2000
     keep = lambda b, h, q, kv: (q >= length - 70) & (kv < 130)
     mask = create_block_mask(keep, None, None, length, length, device="cpu")
@@ -82,9 +82,9 @@ def test_learned_slopes() -> None:
 
 
 def test_the_slope_is_in_the_distance_term_alone() -> None:
-    """The term is in `distance_term` alone, and one step of the products adds it and subtracts LSE.
+    """ALiBi's term is in `distance_term` only, and is added in the k-step that subtracts LSE.
 
-    A mod with a slope by the score needs the registers.
+    A mod whose derivative depends on the score needs the registers, so it has no distance term.
     """
     own = hooks(mods.alibi(8))
     assert own.has_distance_term

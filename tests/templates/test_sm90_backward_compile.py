@@ -1,6 +1,7 @@
-"""Check the compiled Hopper backward kernels: no spilled registers, no serialised products.
+"""Check that compiled Hopper backward kernels spill no registers and serialise no products.
 
-Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
+No GPU is needed: emulated calls request the same kernels as calls on a GPU, and nothing is executed
+here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check first-writer dQ of the Hopper backward, executed on the CPU in all orders.
 
-The sums hold NaN before the kernel: a chunk whose first writer adds stays NaN, and one that is
-stored late lacks what was added.
+The sums hold NaN before the kernel runs. A chunk whose first writer adds stays NaN, and a chunk
+that is stored late lacks the earlier additions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SLOPED = lambda: mods.softcap(5.0)  # tiles of 64 rows at head dim 64
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
-    """Record the tables of backwards, for four CTAs, where writing zeros is expensive."""
+    """Return a list of the tables of backwards on four CTAs, with expensive zero fills."""
     monkeypatch.setattr(first_writer, "BYTES_A_CLOCK", 1)
     return observed(monkeypatch, 4)
 
@@ -75,7 +75,7 @@ def test_gradients_of_captured_tensors(works: list[BackwardWork], name: str) -> 
 
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Form sums in a fixed order."""
+    """Patch backwards to accumulate sums in a fixed order."""
     plain = splice_backward.prepare
 
     def fixed(call: KernelCall, inputs: BackwardInputs) -> Any:
@@ -88,7 +88,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mask", [WINDOW, None], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64)])
 def test_in_a_fixed_order(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
-    """The kv block with the first turn stores; no chunk needs a flag."""
+    """In a fixed order the kv block with the first turn stores, and no chunk needs a flag."""
     check(draw(430, dims=dims, heads=(2, 1)), mask=mask, mode="adversarial", seeds=2)
     assert works[-1].first_writer
     assert not works[-1].flags
@@ -112,7 +112,7 @@ def test_zeros_in_a_fixed_order(works: list[BackwardWork]) -> None:
 def test_adding_waits_for_the_first_store(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If no kv block is first, the kernel cannot finish."""
+    """Without a first writer the kernel deadlocks, so additions do wait for the first store."""
     plain = backward_work.choose_first_writers
 
     def nobody(*args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Compare the Hopper backward for head dims above 128, executed on the CPU, with the float64
-oracle.
+"""Compare the Hopper backward for head dims above 128, in the emulator, with the float64 oracle.
 
-As `test_sm90_backward`; and the kernel as compiled: no spilled registers, no serialised products.
+The limits are those of `test_sm90_backward`. The compiled kernels must spill no registers and
+serialise no products.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_dead_rows_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("block", [(128, 128), (192, 80)])
 def test_block_masks(block: tuple[int, int]) -> None:
-    """The kernel's blocks divide these block sizes, except one."""
+    """Block masks are exact for block sizes that the kernel's blocks divide, and for one other."""
     keep = lambda b, h, q, kv: (q - kv < 70) & (kv - q < 130)
     mask = create_block_mask(keep, None, None, 250, 310, device="cpu", BLOCK_SIZE=block)
     check(draw(250, 310, dims=(256, 256), heads=(1, 1)), mask=mask)
@@ -98,7 +98,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
             assert torch.equal(a, b)
 
 
-# --- as compiled
+# --- compiled kernels
 
 
 LENGTH = 256
@@ -126,7 +126,7 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed: bool) -> None:
-    """Check that the main kernel of a backward spills nothing and serialises nothing."""
+    """Check that the main kernel of a backward spills no registers and serialises no products."""
     shapes = ((HEADS, dims[0]), (HEADS // shared, dims[0]), (HEADS // shared, dims[1]))
     qkv = [
         torch.zeros(1, h, LENGTH, d, dtype=torch.bfloat16, requires_grad=True) for h, d in shapes

@@ -1,4 +1,4 @@
-"""Check LSE of the rows as columns of the Hopper backward's products."""
+"""Check the LSE as additional columns in the products of the Hopper backward."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (FP16, 64)], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 0.088, -0.088, 8.0])
 def test_softmax_scales(scale: float, dtype: torch.dtype, dim: int) -> None:
-    """Scales of any sign and size: with the largest, LSE is near 400 and differs by hundreds."""
+    """Gradients are exact for scales of any sign and size.
+
+    With the largest scale, LSE is near 400 and differs by hundreds between rows.
+    """
     drawn = draw(140, 260, dims=(dim, dim), heads=(1, 1), dtype=dtype)
     check(drawn, backend=BACKEND, scale=scale)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (64, 128)], ids=str)
 def test_mods_that_add(dims: tuple[int, int]) -> None:
-    """ALiBi and a bias a head go with LSE in the products, with fully masked rows, in every order."""
+    """Gradients are exact with LSE in the products, additive mods and fully masked rows."""
     mod = lambda: mods.compose(mods.alibi(2), lambda s, b, h, q, kv: s + 0.5 * h)
     mask = masks.causal() & masks.sliding_window(70) & (lambda b, h, q, kv: q // 32 != 2)
     check(draw(200, 300, dims=dims), mod, mask, mode="check", backend=BACKEND)

@@ -1,4 +1,4 @@
-"""Check split kv blocks of the Hopper backward, which several work tiles share, on the CPU."""
+"""Check kv blocks of the Hopper backward that are split over several work tiles, on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHEAP = Cost(full=1000, partial=1000, tile=1, merge=1)  # a split is worth it wh
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
-    """Record the tables of backwards, for six CTAs, where splits cost nearly nothing."""
+    """Return a list of the tables of backwards on six CTAs, with nearly free splits."""
     cheap = replace(sm90_backward.BACKWARD, cost=lambda settings: CHEAP)
     monkeypatch.setattr(sm90_backward, "BACKWARD", cheap)
     return observed(monkeypatch, 6)
@@ -65,7 +65,7 @@ def test_one_tile_in_many_parts(works: list[BackwardWork]) -> None:
 
 
 def test_shared_kv_heads(works: list[BackwardWork]) -> None:
-    """Query heads that share a kv head add to sums, whose work tiles may be parts as well."""
+    """Gradients are exact if query heads share a kv head and their kv blocks are split."""
     check(draw(500, 200, heads=(2, 1)), mode="check")
     assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
     assert works[-1].units[3] == 0
@@ -99,7 +99,7 @@ def test_whole_tiles_are_as_without_parts(
 def test_counters_are_left_at_zero(
     works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counters of a call serve the next one of the stream."""
+    """Each call leaves its counters at zero for the next call on the stream."""
     counts = torch.zeros(200, dtype=torch.int32)
     monkeypatch.setattr(backward_call, "zero_counters", lambda device, capturing, count: counts)
     drawn = draw(330, heads=(1, 1))

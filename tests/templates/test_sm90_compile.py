@@ -1,6 +1,7 @@
-"""Check the compiled Hopper forward kernels: no spilled registers, no serialised products.
+"""Check that compiled Hopper forward kernels spill no registers and serialise no products.
 
-Needs no GPU. The emulator's calls ask for the same kernels as a GPU's; nothing is executed here.
+No GPU is needed: emulated calls request the same kernels as calls on a GPU, and nothing is executed
+here.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ BLOCKS = torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
 
 
 def dense(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Mask without intervals, with a load for each score."""
+    """Mask without intervals that loads from a table for each score."""
     return KEPT[q, kv]
 
 
 def blocks(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Mask without intervals, with an index known per row and per column."""
+    """Mask without intervals whose table indices depend on the row or the column alone."""
     return BLOCKS[q // 128, kv // 128] > 0
 
 
@@ -59,7 +60,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
 def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
-    """Return the source of a variant's forward kernel."""
+    """Return the source of the forward kernel of variant `name`."""
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
@@ -71,7 +72,7 @@ def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
 
 @functools.cache
 def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
-    """Return the forward kernel of a variant, compiled once per run of the tests."""
+    """Return the forward kernel of variant `name`, compiled once per test run."""
     return compiled.kernel(source(name, head_dim, value_dim))
 
 
@@ -95,7 +96,7 @@ def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def loops(ptx: str) -> list[list[str]]:
-    """Return the instructions of each loop: from a label to a later branch back to it."""
+    """Return the lines of each loop in PTX, from a label to a later branch back to it."""
     lines = [line.strip() for line in ptx.splitlines()]
     labels = {line[:-1]: i for i, line in enumerate(lines) if line.startswith("$L")}
     found = []
@@ -107,14 +108,17 @@ def loops(ptx: str) -> list[list[str]]:
 
 
 def product_loops(ptx: str) -> list[list[str]]:
-    """Return the innermost loops that hold warpgroup products."""
+    """Return the innermost loops that contain wgmma products."""
     inside = [loop for loop in loops(ptx) if any("wgmma.mma_async" in line for line in loop)]
     return [a for a in inside if not any(len(b) < len(a) and b[0] in a for b in inside)]
 
 
 @pytest.mark.parametrize("name", ["alibi", "documents"])
 def test_full_blocks_are_computed_without_the_mask(name: str) -> None:
-    """One loop selects between score and -inf for each of a thread's scores, the other does not."""
+    """The kernel has a mainloop for full blocks, without mask selects, and one for masked blocks.
+
+    The latter selects between score and -inf for each of a thread's scores.
+    """
     counts = sorted(
         sum(line.startswith(("selp.f32", "selp.b32")) for line in loop)
         for loop in product_loops(kernel(name, 128, 128).ptx)

@@ -28,7 +28,7 @@ LN2 = math.log(2.0)
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """Fill unwritten memory with NaN."""
+    """Fill newly allocated tensors with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -43,7 +43,7 @@ def draw(
     batch: tuple[int, int] = (1, 1),
     dtype: torch.dtype = BF16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw normal query, key and value; pairs are of the query, and of key and value."""
+    """Draw query, key and value; `heads` and `batch` are (of query, of key and value)."""
     kv_len = kv_len or q_len
     shapes = (
         (batch[0], heads[0], q_len, dims[0]),
@@ -56,7 +56,7 @@ def draw(
 
 @dataclass
 class Result:
-    """Holds out, LSE and, if asked for, the row maxima; and how many kernels ran."""
+    """Hold out, LSE, the row maxima (if requested) and the number of kernels that ran."""
 
     out: Tensor
     lse: Tensor
@@ -79,7 +79,7 @@ def attend(
 
 
 def close(name: str, actual: Tensor, expected: Tensor, dense: Tensor) -> None:
-    """Check equality where not finite, else at most twice the error of dense attention."""
+    """Check equality at non-finite values, elsewhere at most twice the error of dense attention."""
     actual, dense = actual.double(), dense.double()
     assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: NaN"
     ends = expected.isinf()
@@ -89,7 +89,7 @@ def close(name: str, actual: Tensor, expected: Tensor, dense: Tensor) -> None:
     comparable = finite & dense.isfinite()
     own = (dense - expected)[comparable].abs()
     error = (actual - expected)[finite].abs()
-    # the dense computation may happen to be exact: then a few roundings of float32 are allowed
+    # dense attention may be exact by chance; then a few float32 roundings are allowed
     rounding = 4 * torch.finfo(torch.float32).eps
     largest = float(expected[finite].abs().max()) if finite.any() else 0.0
     allowed = max(2 * float(own.max()) if own.numel() else 0.0, rounding * largest)
@@ -105,7 +105,7 @@ def check(
     scale: float | None = None,
     top: bool = False,
 ) -> Result:
-    """Run the kernel in all orders; compare; return what it computed."""
+    """Run the kernel in all orders and compare it with the oracle; return its results."""
     with emulation.session(mode="check", seeds=2) as ran:
         result = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
     assert ran.reports
@@ -246,7 +246,7 @@ def test_equal_scores_have_an_exact_lse(score: Any) -> None:
 
 
 def test_mod_and_mask_without_intervals() -> None:
-    """Captured tensors of both are told apart."""
+    """A score_mod and a mask without intervals may both capture tensors."""
     keep = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7
     check(
         draw(200, 300),
@@ -272,7 +272,7 @@ def test_captured_tensors_of_any_dtype_and_layout() -> None:
 
 
 def row_term(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Add a term of the row alone, which the kernel leaves out of the scores."""
+    """Add a term that depends on the row alone, which the kernel leaves out of the scores."""
     return s + ROWS[q]
 
 
@@ -312,7 +312,7 @@ def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
 
 @pytest.mark.parametrize("score", ["plain", "alibi", "not finite"])
 def test_rows_that_are_split_along_kv(score: str) -> None:
-    """Several CTAs compute parts of a row, and a second kernel merges them."""
+    """Rows split along kv are exact; the combine kernel merges the partial results of CTAs."""
     mod = {"plain": None, "alibi": mods.alibi(1), "not finite": row_term}[score]
     result = check(
         draw(75, 1400, heads=(1, 1)),
@@ -329,7 +329,7 @@ def test_rows_that_are_split_along_kv(score: str) -> None:
 def stairs(
     step: float, dims: tuple[int, int], blocks: int, rising: bool, below: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """Return scores that grow from block to block as the kernel visits them, exact in 16 bits."""
+    """Return inputs whose scores rise or fall from block to block, exact in 16 bits."""
     query, key, value = draw(130, 128 * blocks, dims=dims)
     level = torch.arange(128 * blocks) // 64
     level = (level.flip(0) if rising else level) * step  # it begins with the last block
@@ -345,7 +345,10 @@ def stairs(
 def test_maxima_that_move_from_block_to_block(
     step: float, rising: bool, dim: int, score: str
 ) -> None:
-    """Exponentials against an old maximum would overflow, so they are recomputed."""
+    """Results are exact for row maxima that move from block to block.
+
+    Exponentials relative to an old maximum would overflow, so they are recomputed.
+    """
     query, key, value = stairs(step, (dim, dim), 3, rising)
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0, top=False)
 
@@ -353,13 +356,19 @@ def test_maxima_that_move_from_block_to_block(
 @pytest.mark.parametrize("score", ["plain", "alibi"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
-    """As integers, the bits of negative scores are ordered the other way."""
+    """Results are exact for negative row maxima that move from block to block.
+
+    The bits of negative floats, read as integers, are in reverse order.
+    """
     query, key, value = stairs(8.0, (dim, dim), 3, True, below=200.0)
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
 
 
 def test_fully_masked_tiles() -> None:
-    """Separate warps write them, in any layout, to the last row of the tensor."""
+    """Fully masked tiles give output 0, LSE -inf and maximum -inf, for any strides.
+
+    Separate warps write these tiles.
+    """
     query, key, value = draw(450, heads=(2, 2))
     swapped = query.transpose(1, 2).contiguous().transpose(1, 2)
     result = check(
@@ -400,7 +409,7 @@ def test_max_scores(score: str) -> None:
 
 
 def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> BlockMask:
-    """Return PyTorch's BlockMask with these block states: 0 EMPTY, 1 PARTIAL, 2 FULL."""
+    """Return a FlexAttention BlockMask with the given states (0 EMPTY, 1 PARTIAL, 2 FULL)."""
     grid = torch.tensor(states)[None, None]
 
     def lists(kind: int) -> tuple[Tensor, Tensor]:
@@ -419,7 +428,7 @@ def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> 
 
 @pytest.mark.parametrize("intervals", [True, False])
 def test_block_lists_overrule_the_mask(intervals: bool) -> None:
-    """FULL blocks are kept where the mask says no, at a ragged end too; EMPTY ones are not."""
+    """Block lists override the mask: FULL blocks are kept, also at a ragged end, EMPTY skipped."""
 
     def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv
@@ -433,7 +442,10 @@ def test_block_lists_overrule_the_mask(intervals: bool) -> None:
 
 
 def test_block_masks() -> None:
-    """attnkit's BlockMask is as good as its mask; the kernel takes its tile sizes if it can."""
+    """An attnkit BlockMask gives the same bits as its mask.
+
+    The kernel uses the tile sizes of the BlockMask if it supports them.
+    """
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 300, 300, device="cpu")
     qkv = draw(300)
     result = check(qkv, None, mask)

@@ -1,4 +1,4 @@
-"""Check cases: what they refuse, the tensors they make, the source they print."""
+"""Check `Case`: the sizes it refuses, the tensors it makes, and the source it prints."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_any_variant_passes_any_case(drawn: Variant, case: Case) -> None:
 def _around(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]
 ) -> None:
-    """Wrap owner.name in a fault, whose first argument is the original."""
+    """Replace `owner.name` by `fault`, which gets the original as its first argument."""
     monkeypatch.setattr(owner, name, functools.partial(fault, getattr(owner, name)))
 
 
@@ -155,7 +155,7 @@ def _wrong_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _score_trace(change: Callable[[Traced], Traced]) -> Callable[..., None]:
-    """Inject a fault into the trace of score_mods, which every backend shares."""
+    """Return a patch that applies `change` to traced score_mods, which all backends share."""
 
     def seed(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Any, function: Any, kind: str, device: torch.device) -> Any:
@@ -176,7 +176,7 @@ def _detached(trace: Traced) -> Traced:
 
 
 def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[..., None]:
-    """Inject a fault into the CPU template's forward, change(query, key, ..., lse, top)."""
+    """Return a patch that applies `change` to the arguments and results of the CPU forward."""
 
     def seed(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
@@ -269,7 +269,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 def found(score_mod: Any, mask: Any, **options: Any) -> Report:
-    """Return the report of a check that must fail."""
+    """Run a check that must fail; return its report."""
     with pytest.raises(CheckError) as caught:
         check_variant(score_mod, mask, **options)
     assert str(caught.value) == str(caught.value.report)
@@ -277,7 +277,7 @@ def found(score_mod: Any, mask: Any, **options: Any) -> Report:
 
 
 def window(name: str) -> Any:
-    """Return a different window for each fault, so that no cache of another test has its tiles."""
+    """Return a window that differs for each fault, so that no test uses cached tiles of another."""
     return masks.sliding_window(20 + list(FAULTS).index(name), 2)
 
 
@@ -403,7 +403,7 @@ def test_refuses(options: dict[str, Any], error: type[Exception], message: str) 
         check_variant(**{"examples": 2, **options})
 
 
-# --- what a check passes over
+# --- differences that a check ignores
 
 
 def notes(score_mod: Any, mask: Any = None, **options: Any) -> str:

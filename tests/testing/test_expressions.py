@@ -1,4 +1,4 @@
-"""Check that random functions are ordinary: they trace, differ, and their source defines them."""
+"""Check that random functions trace, differ from one another, and are defined by their source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check targets: what they may name, and a clear error for everything else."""
+"""Check which targets can be loaded, and the errors for all others."""
 
 from __future__ import annotations
 

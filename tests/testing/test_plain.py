@@ -1,4 +1,4 @@
-"""Check the plain oracle: torch's own values and gradients, and no code of what it checks."""
+"""Check that the plain oracle has torch's values and gradients and shares no tested code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_scores() -> None:
 
 
 class _Double(torch.autograd.Function):
-    """A function without a rule for vmap."""
+    """Autograd function without a rule for vmap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_too_many_calls_one_by_one_are_refused() -> None:
         plain.dense_mask(lambda b, h, q, kv: _Double.apply(q * 1.0) > kv, (1, 1, 400, 400), CPU)
 
 
-# --- the dtype of a score_mod: what depends on a position is as wide as the scores
+# --- the dtype of a score_mod: values that depend on a position have the scores' dtype
 
 WIDE: dict[str, tuple[Any, Any]] = {
     "position times number": (lambda s, b, h, q, kv: s + q * 0.1, lambda q: q * 0.1),
@@ -151,7 +151,10 @@ def test_gradients_are_summed_in_float64_and_pass_a_rounding() -> None:
 @settings(max_examples=15)
 @given(testing.variants(SMALL), testing.cases(SMALL, dtype=torch.float64))
 def test_agrees_with_pytorch(drawn: Variant, case: Case) -> None:
-    """PyTorch's FlexAttention computes what depends on positions in float32."""
+    """The plain oracle agrees with PyTorch's FlexAttention.
+
+    FlexAttention computes position-dependent terms in float32, which the tolerance allows for.
+    """
     query, key, value = (
         t.detach().expand(case.batch, -1, -1, -1).contiguous() for t in case.inputs()
     )

@@ -1,4 +1,4 @@
-"""Check the tolerance: as tight as the reference, never zero by luck, and it finds real errors."""
+"""Check that the tolerance is as tight as the reference allows, never zero, and finds errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_noise_scales_with_the_dtype() -> None:
 
 
 def test_one_key_leaves_room_for_a_difference_of_equal_numbers() -> None:
-    # dO V^T and rowsum(dO O) cancel: the oracle's gradient is 0, a backend's is their rounding
+    # dO V^T and rowsum(dO O) cancel: the oracle's gradient is 0, a backend's is a rounding error
     call = dense_call(Variant(), Case(1, 1))
     assert not oracle(call)["dquery"].any()
     assert perturbed(call, 0)["dquery"].any()

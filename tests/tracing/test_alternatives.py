@@ -1,4 +1,4 @@
-"""What is not supported names a way out; tensors that cannot be captured say how to convert them."""
+"""Check that errors about unsupported operations and tensors name an alternative."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def _functions() -> Iterator[tuple[str, Any]]:
 
 
 def test_every_function_without_a_handler_names_a_way_out() -> None:
-    """Of torch's functions, called with the score alone, where they can be."""
+    """The error for every unsupported torch function names an alternative.
+
+    The test covers the functions that can be called with the score alone.
+    """
     refused = 0
     for _, function in _functions():
         try:

@@ -1,4 +1,4 @@
-"""Check that declared tables refuse calls of other sizes, for masks and mods alike."""
+"""Check that masks and mods with declared tables refuse calls of other sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attend(score_mod=None, mask=None, kv_heads=H, **options):
 
 
 def declared(name, table, *axes):
-    """Return a mod and a mask that declare a table, as arguments of `attend`."""
+    """Return keyword arguments of `attend`: a score_mod and a mask that each declare a table."""
     own = [Axes(name, table, *axes)]
     return [{"score_mod": ScoreMod(IDENTITY, axes=own)}, {"mask": Mask(KEEP, axes=own)}]
 

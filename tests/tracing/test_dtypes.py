@@ -1,4 +1,4 @@
-"""Values have the dtypes of torch.vmap over scalars, and wrap and round as those dtypes do.
+"""Check that traced values have the dtypes, wrapping and rounding of torch.vmap over scalars.
 
 FlexAttention evaluates a mod with torch.vmap over tensors without dimensions. attnkit passes int32
 positions, as FlexAttention's kernels do.
@@ -27,7 +27,7 @@ SHAPE = (B, H, Q, K)
 
 
 def of_vmap(function: Callable[..., Any], *scores: Tensor) -> Tensor:
-    """Evaluate a mod as FlexAttention does: by vmap over each of the four positions."""
+    """Evaluate a mod as FlexAttention does, by vmap over b, h, q and kv."""
     for axis in (3, 2, 1, 0):
         dims: list[int | None] = [None] * 4
         dims[axis] = 0
@@ -38,7 +38,7 @@ def of_vmap(function: Callable[..., Any], *scores: Tensor) -> Tensor:
 
 
 def of_trace(function: Callable[..., Any]) -> Tensor:
-    """Evaluate a mask_mod by its graph."""
+    """Evaluate the traced graph of a mask_mod at every position."""
     traced = trace(function, "mask")
     env = positions(SHAPE, torch.device("cpu"))
     dtype = mask_dtype(traced.root, traced.tensors)
@@ -90,7 +90,7 @@ NUMBERS = (-1, 300, 2, -129, 0.3, 1e-4, True)
 
 
 def agree(value: Callable[..., Any]) -> None:
-    """Compare dtype and value of a function of (q, kv) with torch's; skip what torch refuses."""
+    """Check that a function of (q, kv) has torch's dtype and values, unless torch refuses it."""
     try:
         expected = of_vmap(lambda b, h, q, kv: value(q, kv))
     except (RuntimeError, TypeError, OverflowError):
@@ -115,7 +115,7 @@ def _same(x: Any, y: Any) -> Any:
 
 
 def _is_left_out(name: str, x: Any, y: Any) -> bool:
-    """Return whether torch's result depends on how it is called, or attnkit refuses the operation."""
+    """Return whether torch's result depends on how it is called, or attnkit refuses the call."""
     dtypes = [v if isinstance(v, torch.dtype) else type(v) for v in (x, y)]
     floating = [d is float or (isinstance(d, torch.dtype) and d.is_floating_point) for d in dtypes]
     if _divides(name) and not floating[1]:
@@ -224,7 +224,7 @@ WIDER_TABLES = [d for d in TABLES if d not in (torch.float16, torch.bfloat16, to
 def expressions(
     draw: st.DrawFn, dtypes: Sequence[torch.dtype] = (), functions: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """A random function of (q, kv) and other values, with its intermediate values on a stack."""
+    """Draw a random function of (q, kv, *others) that computes on a stack of values."""
     place = st.integers(0, 50)
     number = st.one_of(_numbers, _numbers, _reals)
     step = st.tuples(st.sampled_from(functions or STEPS), place, place, number)

@@ -1,4 +1,4 @@
-"""Check captured float64 tensors below float32 scores: exact or refused, never rounded."""
+"""Check that captured float64 tensors in float32 scores are exact or refused, never rounded."""
 
 from __future__ import annotations
 

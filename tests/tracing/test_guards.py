@@ -1,4 +1,4 @@
-"""Check that a trace is reused exactly as long as it is provably valid."""
+"""Check that a trace is reused exactly as long as it is valid."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_changed_global_that_only_an_inner_function_reads(
 
 
 def test_gradients_wanted_of_another_tensor(counter: Counter) -> None:
-    """A closure over a tensor that requires grad is another function, if the code asks."""
+    """A function that reads `requires_grad` is traced again if the captured tensor's differs."""
 
     def biased(bias: torch.Tensor) -> Any:
         return lambda s, b, h, q, kv: s + bias[h] if bias.requires_grad else s * bias[h]

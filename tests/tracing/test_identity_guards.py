@@ -1,4 +1,4 @@
-"""Check that a guarded function gives the trace of a new trace, whatever was edited."""
+"""Check that a guarded function gives the same trace as a new one, whatever was edited."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = torch.arange(8)
 
 
 def check(function: Any, kind: Kind = "mask") -> None:
-    """Check that both traces equal a new one; identity finds the second where possible."""
+    """Check that two cached traces of a function equal a new trace."""
     for _ in range(2):
         cached, true = trace_cached(function, kind, CPU), trace(function, kind, CPU)
         assert cached.root is true.root
@@ -45,7 +45,7 @@ def inner_of(size: int) -> Any:
 
 
 class State:
-    """Builds a mask with everything around it that can be edited."""
+    """Build a mask_mod, with functions that edit each object that it depends on."""
 
     def __init__(self) -> None:
         size: Any = 2

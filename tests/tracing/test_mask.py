@@ -1,4 +1,4 @@
-"""Check that masks compose like booleans."""
+"""Check that masks combine like booleans."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_label_is_the_expression(mask: Mask) -> None:
 
 
 def moved(keep: torch.Tensor, q: int, kv: int) -> torch.Tensor:
-    """Return a dense mask moved as `Mask.shift` says, from one that is larger by 8 on each end."""
+    """Return the dense mask [N, N] that `Mask.shift(q, kv)` should give, from a larger one."""
     result = torch.zeros(N, N, dtype=torch.bool)
     for row in range(N):
         for column in range(N):
@@ -88,7 +88,7 @@ def test_shift_by_batch_entry() -> None:
 
 
 def dense_of(mask: Any) -> torch.Tensor:
-    """Evaluate a mask with captured tensors as `dense` does."""
+    """Evaluate a mask with captured tensors as a dense bool [N, N]."""
     return create_mask(mask, None, None, N, N)[0, 0]
 
 
@@ -167,7 +167,7 @@ def test_traces_of_new_forms_are_reused_while_true() -> None:
     roots = [trace_cached(mask, "mask", device).root for _ in range(3)]
     assert roots[0] is roots[1] is roots[2]
     tensors = [trace_cached(mask, "mask", device).tensors for _ in range(2)]
-    assert all(x is y for x, y in zip(*tensors, strict=True))  # what is known of them stays known
+    assert all(x is y for x, y in zip(*tensors, strict=True))  # a cached trace keeps its tensors
     assert trace_cached(made(2, [CAUSAL, NEAR]), "mask", device).root is not roots[0]
     assert trace_cached(made(1, [CAUSAL, ODD]), "mask", device).root is not roots[0]
     by_value = trace_cached(made(1, [NEAR, CAUSAL]), "mask", device)

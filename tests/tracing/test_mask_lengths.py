@@ -1,4 +1,4 @@
-"""Check that masks for fixed lengths are refused at other lengths, alone and in combination."""
+"""Check that masks built for fixed lengths refuse other lengths, alone and in combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that Python allows and few write: recursive, without a module, executed, wrapped."""
+"""Check unusual Python functions as mods: recursive, without a module, from exec, wrapped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ nested: list[Any] = [2.0]
 for _ in range(3000):
     nested = [nested]
 
-# Each doubles the score.
+# score_mods that double the score
 MODS: dict[str, Callable[..., Any]] = {
     "mutually recursive helpers": lambda s, b, h, q, kv: even(s) * 2,
     "no module": without_module(lambda s, b, h, q, kv: s * 2),
@@ -114,7 +114,7 @@ def test_refused(name: str) -> None:
 
 
 def test_a_signature_that_is_none() -> None:
-    """`inspect` cannot read it; the call itself decides."""
+    """A function whose signature `inspect` cannot read is called as usual."""
     out = flex_attention(QUERY, QUERY, QUERY, bad_signature())
     torch.testing.assert_close(out, flex_attention(QUERY, QUERY, QUERY))
 

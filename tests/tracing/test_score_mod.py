@@ -1,4 +1,4 @@
-"""Check `ScoreMod`: it computes what its function computes, and a shift moves positions."""
+"""Check that `ScoreMod` computes what its function computes, and that a shift moves positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def both(s, b, h, q, kv):
 
 
 def values(mod, q_len=N, kv_len=N, batch=2):
-    """Evaluate a mod eagerly at every position, [batch, q_len, kv_len]."""
+    """Evaluate a mod eagerly at every position; return [batch, q_len, kv_len]."""
     score = torch.ones(batch, q_len, kv_len)
     b = torch.arange(batch)[:, None, None]
     return mod(score, b, 0, torch.arange(q_len)[:, None], torch.arange(kv_len))

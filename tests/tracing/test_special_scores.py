@@ -1,4 +1,4 @@
-"""Traced functions have torch's values and derivatives at kinks, bounds, zeros and infinities."""
+"""Check torch's values and derivatives of traced functions at kinks, zeros and infinities."""
 
 from __future__ import annotations
 

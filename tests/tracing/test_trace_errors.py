@@ -1,4 +1,4 @@
-"""Check that what cannot be traced is refused at the user's line, with what to write instead."""
+"""Check that tracing errors point to the user's line and say what to write instead."""
 
 from __future__ import annotations
 

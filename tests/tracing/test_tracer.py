@@ -1,4 +1,4 @@
-"""Check that a traced function has PyTorch's meaning: its graph equals eager evaluation."""
+"""Check that the graph of a traced function equals its eager evaluation in PyTorch."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ FLOATS: list[Callable[..., Any]] = [
 
 @st.composite
 def expressions(draw: st.DrawFn) -> Callable[..., Any]:
-    """Draw a random function of (score, b, h, q, kv), as steps over two stacks of values."""
+    """Draw a random function of (score, b, h, q, kv) that computes on int and float stacks."""
     steps = draw(
         st.lists(
             st.tuples(st.booleans(), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)),

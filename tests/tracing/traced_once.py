@@ -1,4 +1,4 @@
-"""Check that functions which differ in their data alone share one trace."""
+"""Check that functions that differ only in their data share one trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_traced_once(
     kind: Kind,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trace a function twice and the same one built again, and count the traces that were run."""
+    """Check that `function`, called twice, and its copy `rebuilt` are traced once in total."""
     count = 0
 
     def counted(*args: Any) -> Any:

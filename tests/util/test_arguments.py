@@ -1,4 +1,4 @@
-"""Sizes, devices, dtypes and seeds: what is no such thing is named, and what was expected."""
+"""Check that invalid sizes, devices, dtypes and seeds raise errors that say what was expected."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_refused(name: str) -> None:
 
 
 def test_a_message_computes_nothing() -> None:
-    """A wrong value is named by its type: its repr may be long, or classify tiles."""
+    """Error messages show the type of a wrong value and never compute its repr."""
 
     class Long:
         def __repr__(self) -> str:
@@ -273,6 +273,6 @@ def test_a_message_computes_nothing() -> None:
 
 
 def test_a_block_mask_can_be_iterated_over() -> None:
-    """An index beyond the end raises an IndexError, which ends a loop."""
+    """Iterating over a BlockMask yields its batch entries and ends."""
     mask = create_block_mask(lambda b, h, q, kv: q >= kv + b, 3, 1, 32, 32, BLOCK_SIZE=16)
     assert len(list(mask)) == 3  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Check that `attnkit.clear_caches` empties every cache of the process, and that calls go on."""
+"""Check that `attnkit.clear_caches` empties every cache, and that later calls still work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import attnkit
 from attnkit import flex_attention, masks
 from attnkit.util import caches
 
-# Makes calls of every kind, clears, and lists the caches that still hold something. What a machine
-# has (a library, a compiler) is no data of calls and may stay; interned nodes are held weakly.
+# Makes calls of every kind, clears, and lists the caches that are not empty. Facts about the
+# machine (a library, a compiler) do not depend on calls and may stay; interned nodes are weak.
 PROGRAM = """
 import importlib, pkgutil, sys, weakref
 import torch, attnkit
@@ -65,7 +65,7 @@ def test_the_oldest_entry_is_dropped() -> None:
 
 def test_an_entry_that_another_thread_drops_first_is_no_error() -> None:
     class Emptied(dict[str, int]):
-        """A table that another thread empties as soon as its keys were read."""
+        """Dictionary that is emptied once its keys were read, as if by another thread."""
 
         def __iter__(self) -> Iterator[str]:
             keys = list(super().__iter__())

@@ -1,4 +1,4 @@
-"""Check helpers for rows of different lengths: results of torch's operators, without them."""
+"""Check the helpers for rows of different lengths against the torch operators they replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_searchsorted_right(
 
 
 class Names(TorchDispatchMode):
-    """Records the operators that run."""
+    """Dispatch mode that records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,10 @@ class Names(TorchDispatchMode):
 
 
 def test_work_lists_use_no_multithreaded_operator() -> None:
-    """searchsorted and repeat_interleave wake all threads for however few numbers."""
+    """Scheduling calls neither `searchsorted` nor `repeat_interleave`.
+
+    Both wake all threads of the thread pool, even for a few numbers.
+    """
     length, shape = 2048, Shape(2, 8, 65536)
     runs = create_block_mask(masks.causal(), None, None, length, length, device="cpu").runs
     with Names() as names:

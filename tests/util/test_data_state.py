@@ -1,4 +1,4 @@
-"""The state of a tensor holds exactly as long as its data; fingerprints tell data apart."""
+"""Check that a tensor's state is valid as long as its data, and that fingerprints differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, t
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """A tensor of any strides, and all bytes of its memory."""
+    """Draw a strided view of a tensor; return the view and all bytes of its memory."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(arrays.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=9))
     memory = torch.randint(0, 2, shape).to(dtype)

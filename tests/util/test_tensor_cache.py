@@ -1,4 +1,4 @@
-"""Check that values derived from tensors live exactly until the tensors die or change."""
+"""Check that cached values derived from tensors live until the tensors die or change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_another_thread_drops_an_entry_that_is_looked_up(
 
 
 def test_values_are_computed_without_the_lock() -> None:
-    """A value whose computation waits for another thread's would wait for ever."""
+    """The cache does not hold its lock while it computes a value.
+
+    Otherwise a computation that waits for another thread's computation would wait forever.
+    """
     cache: VersionedCache[int] = VersionedCache(2)
     tensor = torch.zeros(1)
 

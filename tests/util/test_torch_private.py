@@ -1,4 +1,4 @@
-"""Check private names of torch: each supported version has them, with the assumed meaning."""
+"""Check that each supported torch version has the private names used, with the assumed meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from attnkit.util import torch_private
 from attnkit.util.package import FOLDER
 
-# By version of torch: names that attnkit does without where they are missing.
+# torch version -> names that are missing there and that attnkit does not need
 OPTIONAL = {
     "2.11": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
     "2.12": {"TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"},
@@ -129,7 +129,7 @@ def test_trees_of_arguments() -> None:
 
 
 def _private_names(tree: ast.AST) -> set[str]:
-    """Return the private names of torch in a file: `torch._x`, imports, counters of tensors."""
+    """Return the private torch names that a file uses: `torch._x`, imports, `_version`."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -1,4 +1,5 @@
-"""The faults that the emulator is judged by: each is one edit of a program that has none.
+"""Define the faults by which the emulator is judged; each is one edit of a correct program.
 
-`programs` has the programs, `faults` the list, `table` writes it to docs/emulator.md.
+`programs` and `compiled` define the programs, `faults` lists the faults, and `table` writes the
+list to docs/emulator.md.
 """

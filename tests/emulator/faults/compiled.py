@@ -1,4 +1,4 @@
-"""Kernels of the CuTe DSL without a fault, whose PTX a fault edits."""
+"""Define correct CuTe DSL kernels, whose PTX the faults edit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.emulator.cases import Case
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled kernel, with the interface of a `Program`."""
+    """Compiled kernel with the interface of a `Program`."""
 
     name: str
     case: Callable[[], Case]
@@ -29,11 +29,11 @@ class Compiled:
 
     @property
     def text(self) -> str:
-        """The PTX."""
+        """Return the PTX of the kernel."""
         return self._built[0].ptx
 
     def check(self, text: str) -> CheckReport:
-        """Check the kernel with another PTX."""
+        """Run `emulator.check` on the kernel with its PTX replaced by `text`."""
         exe, arguments, wrong = self._built
         before = emulator.snapshot(arguments)
         report = emulator.check(
@@ -50,7 +50,7 @@ class Compiled:
 
 
 def edit_line(pattern: str, edit: Callable[[str], str], which: int = 0) -> Callable[[str], str]:
-    """Return the edit of the `which`-th line that matches a pattern."""
+    """Return an edit that applies `edit` to the `which`-th line that matches a pattern."""
 
     def edited(text: str) -> str:
         lines = text.split("\n")
@@ -62,10 +62,10 @@ def edit_line(pattern: str, edit: Callable[[str], str], which: int = 0) -> Calla
 
 
 def without(pattern: str, which: int = 0) -> Callable[[str], str]:
-    """Return the edit that leaves out the `which`-th line that matches a pattern."""
+    """Return an edit that removes the `which`-th line that matches a pattern."""
     return edit_line(pattern, lambda _: "", which)
 
 
 def with_last(pattern: str, value: str, which: int = 0) -> Callable[[str], str]:
-    """Return the edit that replaces the last operand of the line that matches a pattern."""
+    """Return an edit that sets the last operand in the `which`-th line that matches a pattern."""
     return edit_line(pattern, lambda x: re.sub(r"([%\w]+);", f"{value};", x), which)

@@ -1,4 +1,4 @@
-"""The list of faults: each is one edit of a program, and what the emulator has to report."""
+"""List the faults: each is one edit of a program, and the finding that the emulator must report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MISSED = ""  # the finding of a fault that is not reported
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a program, and the kind of finding that it has to have; MISSED if it has none."""
+    """Describe an edit of a program and the kind of finding expected (`MISSED` if none is)."""
 
     name: str
     program: Program | Compiled
@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """The program with the fault."""
+        """Return the program text with the fault."""
         out = self.edit(self.program.text)
         if out == self.program.text:
             raise ValueError(f"{self.program.name}, {self.name}: the edit changes nothing")
@@ -47,7 +47,7 @@ class Fault:
 
 
 def _line(text: str, name: str) -> str:
-    """Return the line whose comment is `name`."""
+    """Return the line that ends with the comment `// name`."""
     found = [x for x in text.split("\n") if x.endswith(f"// {name}")]
     if len(found) != 1:
         raise ValueError(f"{len(found)} lines are called {name!r}")
@@ -55,13 +55,13 @@ def _line(text: str, name: str) -> str:
 
 
 def replaced(text: str, name: str, new: str) -> str:
-    """Return the text with the line `name` replaced."""
+    """Return the text with the line called `name` replaced by `new`."""
     line = _line(text, name)
     return "\n".join(new if x == line else x for x in text.split("\n"))
 
 
 def drop(name: str) -> Edit:
-    """Return the edit that leaves out a line; a label in it stays."""
+    """Return an edit that removes a line but keeps its label."""
 
     def edit(text: str) -> str:
         label = re.match(r"\$L_\w+:", _line(text, name))
@@ -71,12 +71,12 @@ def drop(name: str) -> Edit:
 
 
 def swap(name: str, old: str, new: str) -> Edit:
-    """Return the edit that replaces `old` by `new` in a line."""
+    """Return an edit that replaces `old` by `new` in a line."""
     return lambda text: replaced(text, name, _line(text, name).replace(old, new))
 
 
 def exchange(first: str, second: str) -> Edit:
-    """Return the edit that exchanges two lines."""
+    """Return an edit that exchanges two lines."""
 
     def edit(text: str) -> str:
         a, b = _line(text, first), _line(text, second)
@@ -86,12 +86,12 @@ def exchange(first: str, second: str) -> Edit:
 
 
 def insert(name: str, code: str) -> Edit:
-    """Return the edit that adds code before a line."""
+    """Return an edit that inserts code before a line."""
     return lambda text: replaced(text, name, f"{code}\n{_line(text, name)}")
 
 
 def both(*edits: Edit) -> Edit:
-    """Return the edit that makes several edits."""
+    """Return an edit that applies several edits in order."""
 
     def edit(text: str) -> str:
         for e in edits:

@@ -1,7 +1,7 @@
-"""Small programs without a fault, in PTX, whose lines have names so that a fault can edit them.
+"""Define small correct PTX programs with named lines, which faults edit by name.
 
-A line `instruction; // name` can be dropped or replaced by its name. Every program does a task that
-kernels do: rings of stages, copies, flags between CTAs, dependent kernels, products.
+A line `instruction; // name` can be dropped or replaced by its name. Each program does a task that
+real kernels do: rings of stages, copies, flags between CTAs, dependent kernels, matrix products.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a program, and the arguments that it takes of the program's."""
+    """Describe one kernel of a program and the indices of the program's arguments that it takes."""
 
     body: str
     arguments: tuple[int, ...]
@@ -30,16 +30,17 @@ class Launch:
     arch: str = "sm_90a"
 
     def target(self, body: str) -> Ptx:
-        """Return the kernel with another body."""
+        """Return the kernel with its body replaced."""
         text = kernel(body, pointers(len(self.arguments)), arch=self.arch)
         return Ptx(text, **self.options)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Kernels that run one after another, their arguments, and what is right.
+    """Describe kernels that run one after another, and their arguments.
 
-    `data` returns the arguments and a function that says what is wrong with the results.
+    `data` returns the arguments and a function that returns what is wrong with the results, or
+    None.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The bodies of all kernels; faults edit this."""
+        """Return the bodies of all kernels, joined; faults edit this text."""
         return CUT.join(x.body for x in self.launches)
 
     def check(self, text: str, seeds: int = 2) -> CheckReport:
@@ -80,17 +81,17 @@ CUT = "\n// next kernel\n"
 
 
 def equals(out: Any, want: Any) -> Callable[[], str | None]:
-    """Return a check that `out` has the values of `want`."""
+    """Return a check that `out` equals `want` exactly."""
     return lambda: None if np.array_equal(out, want) else "values differ"
 
 
 def init(offset: int, count: int, name: str) -> str:
-    """Initialise an mbarrier, in code of one thread."""
+    """Return named code with which one thread initialises an mbarrier."""
     return f"mov.b32 %r98, {count}; mbarrier.init.shared.b64 [dynamic+{offset}], %r98; // {name}\n"
 
 
 def by_first_thread(label: str, code: str) -> str:
-    """Let thread 0 run `code`."""
+    """Return code that runs `code` in thread 0 only."""
     return f"""
     mov.u32 %r99, %tid.x; setp.ne.s32 %p9, %r99, 0;
     @%p9 bra $L_{label};
@@ -166,7 +167,7 @@ def _ring_data() -> tuple[Arguments, Callable[[], str | None]]:
 RING = Program("ring", (Launch(_ring(), (0,), {"block": (64, 1, 1), "shared": 1024}),), _ring_data)
 
 
-# ---- a ring of two stages that bulk copies fill; a lane of each consumer warp gives a stage back
+# ---- a ring of two stages filled by bulk copies; one lane per consumer warp releases a stage
 def _copies() -> str:
     barriers = init(0, 1, "count full") + init(8, 1, "count full 1")
     barriers += init(16, 2, "count empty") + init(24, 2, "count empty 1")

@@ -1,4 +1,4 @@
-"""Writes the list of faults to docs/emulator.md: python -m tests.emulator.faults.table."""
+"""Write the list of faults to docs/emulator.md: python -m tests.emulator.faults.table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->\n"
 
 
 def section() -> str:
-    """Return the sentence and the table about the faults, in Markdown."""
+    """Return the Markdown sentence and table that list the faults."""
     reported = sum(f.finding != MISSED for f in FAULTS)
     lines = [
         f"{reported} of {len(FAULTS)} faults are reported.",
@@ -28,7 +28,7 @@ def section() -> str:
 
 
 def split_page(text: str) -> tuple[str, str, str]:
-    """Return the page before the section, the section, and the page after it."""
+    """Split the page into the text before the generated section, the section, and the rest."""
     before, rest = text.split(BEGIN)
     inside, after = rest.split(END)
     return before + BEGIN, inside, END + after

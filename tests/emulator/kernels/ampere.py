@@ -11,7 +11,7 @@ BM, BN, BK, STAGES = 64, 64, 32, 2
 
 
 class Gemm:
-    """Computes C [m, n] = A [m, k] B [n, k]^T, bf16 to float32; m, n, k multiples of the tile."""
+    """Compute C [m, n] = A [m, k] B [n, k]^T, bf16 to float32; tiles divide m, n and k."""
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):

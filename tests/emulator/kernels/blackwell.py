@@ -14,9 +14,10 @@ BM, BN, BK, STAGES = 128, 64, 64, 2
 
 
 class Scores:
-    """Computes S [m, n] = A [m, k] B [n, k]^T and sums [m] of 2^S over n, tile by tile of n.
+    """Compute S [m, n] = A [m, k] B [n, k]^T, and sums [m] of 2^S over n.
 
-    Warp 5 loads, warp 4 multiplies, warps 0 to 3 read tensor memory, one row per thread.
+    The kernel loops over tiles of n. Warp 5 loads, warp 4 issues MMAs, and warps 0 to 3 read tensor
+    memory with one row per thread.
     """
 
     @cute.jit

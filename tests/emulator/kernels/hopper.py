@@ -1,4 +1,4 @@
-"""Define warp-specialised products for sm_90a: TMA ring, wgmma, map, TMA reduction."""
+"""Define a warp-specialised product for sm_90a: TMA ring, wgmma, elementwise map, TMA reduction."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TILE_BYTES = (BM + BN) * BK * 2
 
 
 class MappedGemm:
-    """Computes C += cap tanh(A B^T / cap) for A [m, k], B [n, k] in bf16, C [m, n] in float32.
+    """Compute C += cap tanh(A B^T / cap) for A [m, k], B [n, k] in bf16, C [m, n] in float32.
 
-    Warp 0 loads k-tiles into a ring of two stages; one warpgroup multiplies, maps and hands the
-    tile to a TMA store that adds.
+    Warp 0 loads k-tiles into a ring of two stages. One warpgroup multiplies, applies the map, and
+    issues a TMA store that adds.
     """
 
     def __init__(self, cap: float) -> None:

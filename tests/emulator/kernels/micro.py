@@ -1,4 +1,4 @@
-"""Define small kernels for sm_90a and later: a ring of mbarriers, an exchange in a cluster."""
+"""Define small kernels for sm_90a and later: a ring of mbarriers, and a sum over a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 32
 
 
 class Ring:
-    """Computes y = 2 x; one warp hands 32 numbers at a time to another, in three stages."""
+    """Compute y = 2 x; one warp passes 32 numbers at a time to another, in three stages."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):
@@ -50,7 +50,7 @@ class Ring:
 
 
 class ClusterSum:
-    """Sums x over the four CTAs of a cluster, out [block]: each sends its part to all."""
+    """Sum x over the four CTAs of a cluster into out [block]; each CTA sends its part to all."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor):

@@ -1,4 +1,4 @@
-"""Define kernels of plain threads, for any architecture: softmax of rows, a block reduction."""
+"""Define kernels without tensor cores, for any architecture: row softmax and block sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vector(dtype):
 
 
 class Softmax:
-    """Normalises rows, one a CTA: maximum and sum by shuffles, then across warps."""
+    """Compute the softmax of each row with one CTA, by shuffles and then across warps."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):
@@ -58,7 +58,7 @@ class Softmax:
 
 
 class BlockSum:
-    """Sums a vector: a tree in shared memory per CTA, then one atomic addition of integers."""
+    """Sum a vector: a tree in shared memory per CTA, then one atomic integer addition."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor):

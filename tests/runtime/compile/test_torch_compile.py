@@ -1,4 +1,4 @@
-"""Check flex_attention inside torch.compile: one graph, the same bits, any length and capture."""
+"""Check that flex_attention inside torch.compile gives one graph and bit-identical results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _forget() -> Iterator[None]:
 
 
 def inputs(length: int = LENGTH, *, kv_heads: int = 4, batch: int = 2) -> list[Tensor]:
-    """Return query, key and value as a model has them: [B, S, H, D] transposed."""
+    """Return query, key and value as transposed views of [B, S, H, D] tensors, as in a model."""
     return [
         torch.randn(batch, length, h, 16).transpose(1, 2).requires_grad_()
         for h in (4, kv_heads, kv_heads)
@@ -60,7 +60,7 @@ def check(
     learned: tuple[Tensor, ...] = (),
     **options: Any,
 ) -> None:
-    """Check that outputs and gradients equal those of the uncompiled function, to the bit."""
+    """Check that outputs and gradients are bit-identical to those of the uncompiled function."""
     found = []
     for call in (compiled(function, **options), function):
         results = call(*made)
@@ -362,7 +362,7 @@ def test_autocast_and_checkpointing() -> None:
 
 
 def test_operators_are_what_they_claim() -> None:
-    """Torch's own checker tests schema, fakes (strides too) and autograd."""
+    """`torch.library.opcheck` accepts both operators: schema, fake tensors and autograd."""
     table = torch.randn(4, 2 * LENGTH, requires_grad=True)
     documents = torch.arange(LENGTH) // 40
     score = trace(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH], "score")
@@ -381,7 +381,7 @@ def test_operators_are_what_they_claim() -> None:
 
 
 def test_strides_are_those_of_the_fake() -> None:
-    """Compiled code asserts strides, also for expanded queries or a last axis that is not dense."""
+    """Results have the strides of the fake tensors, also for expanded or non-dense queries."""
     given = inputs()
     shape = given[0].shape
     queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]

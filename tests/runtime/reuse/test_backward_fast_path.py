@@ -1,4 +1,4 @@
-"""Check that backwards are relaunched for like tensors, and only if nothing else changed."""
+"""Check that a backward is relaunched for tensors with the same layout, if nothing else changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCALE = 0.5
 
 
 def saved(length: int = 6, scores: int = 0, masks: int = 0) -> list[Tensor]:
-    """Return query, key, value, out, LSE, captured tensors."""
+    """Return [query, key, value, out, LSE, *captured tensors], as autograd saves them."""
     q, k, v, out = (torch.randn(1, 2, length, 4) for _ in range(4))
     tables = [torch.randn(2) for _ in range(scores + masks)]
     return [q.requires_grad_(), k, v, out, torch.randn(1, 2, length), *tables]
 
 
 class Again:
-    """Stands for a relaunch: records its tensors, and returns numbered gradients."""
+    """Stub of a relaunch that records its tensors and returns numbered gradients."""
 
     def __init__(self, totals: int = 0) -> None:
         self.seen: list[list[Tensor]] = []

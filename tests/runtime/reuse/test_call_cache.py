@@ -1,4 +1,4 @@
-"""Check the cache of prepared calls: repeated calls hit it, calls that differ do not."""
+"""Check the cache of prepared calls: identical calls hit it, different calls do not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inputs(dtype: torch.dtype = torch.float32, length: int = LENGTH, heads: int 
 
 
 def expected(qkv: Any, score_mod: Any = None, mask: Any = None, scale: float | None = None) -> Any:
-    """Compute dense attention in torch operators, from new traces."""
+    """Compute dense attention with torch operators, from traces that are not cached."""
     q, k, v = qkv
     score = None if score_mod is None else trace(score_mod, "score")
     kept = None if mask is None else trace(mask, "mask")
@@ -67,7 +67,7 @@ def window(size: int) -> Any:
     return lambda b, h, q, kv: (q >= kv) & (q - kv <= size)
 
 
-# -- what is the same ----------------------------------------------------------------------------
+# -- calls that hit the cache --------------------------------------------------------------------
 
 
 def test_repeated_calls_are_prepared_once(counter: Counter) -> None:
@@ -125,7 +125,7 @@ def test_results_of_every_kind(counter: Counter) -> None:
     assert counter.prepared == 2 + 2  # with and without maxima; the oracle
 
 
-# -- what differs --------------------------------------------------------------------------------
+# -- calls that miss it --------------------------------------------------------------------------
 
 
 def test_geometry_and_options(counter: Counter) -> None:
@@ -150,7 +150,7 @@ def test_geometry_and_options(counter: Counter) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_strides_of_each_input_are_told_apart(counter: Counter, place: int) -> None:
-    """A prepared call is for the strides of query, key and value, whichever of them changed."""
+    """A change of the strides of query, key or value prepares a new call."""
     for step in range(2):
         qkv = list(inputs())
         check(tuple(qkv))
@@ -162,7 +162,7 @@ def test_strides_of_each_input_are_told_apart(counter: Counter, place: int) -> N
 
 @pytest.mark.parametrize("of", ["score", "mask"])
 def test_strides_of_captured_tensors_are_told_apart(counter: Counter, of: str) -> None:
-    """The same tensor object may get other strides."""
+    """A captured tensor whose strides changed in place gives another cache key."""
     tall = torch.randn(LENGTH, LENGTH)
     mod = lambda s, b, h, q, kv: s + tall[q, kv]
     mask = lambda b, h, q, kv: (tall[q, kv] > 0) | (q == kv)
@@ -179,7 +179,10 @@ def test_strides_of_captured_tensors_are_told_apart(counter: Counter, of: str) -
 
 
 def test_a_deterministic_call_is_another(counter: Counter) -> None:
-    """Only the backward of a GPU differs, so the CPU shows it by what is prepared."""
+    """A deterministic call is prepared separately from one that is not.
+
+    Only the backward on a GPU computes differently, so on the CPU the test counts prepared calls.
+    """
     for step in range(2):
         flex_attention(*inputs(), backend="cpu")
         flex_attention(*inputs(), backend="cpu", deterministic=True)
@@ -224,7 +227,7 @@ def test_wrong_arguments_stay_wrong() -> None:
 
 
 def test_the_same_lists_for_other_tiles() -> None:
-    """PyTorch's BlockMasks that differ in no tensor and no function are told apart."""
+    """FlexAttention BlockMasks with equal tensors but different block sizes are told apart."""
     count, index = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 1).int()
     for size in (10, 20, 10):
         block = flex.BlockMask.from_kv_blocks(
@@ -378,7 +381,7 @@ def test_a_trace_that_changed_on_the_way_is_not_kept(monkeypatch: pytest.MonkeyP
 
 
 class Seen(TorchDispatchMode):
-    """Records the operators that are called."""
+    """Dispatch mode that records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +466,7 @@ def test_a_tensor_edited_before_backward_is_an_error(which: str) -> None:
             out.sum().backward()
 
 
-# -- what stands between -------------------------------------------------------------------------
+# -- modes and transforms around a call ----------------------------------------------------------
 
 
 def test_modes_see_the_operator() -> None:

@@ -1,4 +1,4 @@
-"""Check that repeated calls take the fast path, and that no call that differs from them does."""
+"""Check that repeated calls take the fast path and that different calls do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Count:
-    """Counts the calls that took the fast path."""
+    """Count the calls that took the fast path."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -65,7 +65,7 @@ def parameters(qkv: Any) -> Any:
 
 
 def taught(call: Callable[[], Any]) -> None:
-    """Call until the fast path is known."""
+    """Call three times, so that the next identical call takes the fast path."""
     for _ in range(3):
         call()
 
@@ -187,7 +187,7 @@ def test_lists_of_blocks_are_watched(count: Count) -> None:
 
 
 class Nothing(TorchDispatchMode):
-    """A dispatch mode without an effect."""
+    """Dispatch mode that has no effect."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # fmt: skip
         return function(*args, **(kwargs or {}))

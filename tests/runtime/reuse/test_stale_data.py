@@ -1,4 +1,4 @@
-"""No call computes with tiles or proofs of data that is no longer there, whoever wrote it."""
+"""Check that no call uses tiles or proofs of overwritten data, whichever way it was overwritten."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dense(qkv: list[Tensor], ids: Tensor) -> Tensor:
 
 
 def calls(ids: Tensor) -> dict[str, Callable[[list[Tensor]], Tensor]]:
-    """Every way of a call whose tiles depend on `ids`."""
+    """Return functions that call attention with tiles that depend on `ids`, by kind of call."""
     mask = lambda b, h, q, kv: ids[q] == ids[kv]
     ours = create_block_mask(mask, None, None, LENGTH, LENGTH)
     compiled = torch.compile(

@@ -1,7 +1,8 @@
-"""Data that is compared beside a call: the call after a difference raises, once, and names it.
+"""Check that the call after an unnoticed write to captured data raises once and names the tensor.
 
-The comparison runs on the host here, at the same moment as the kernel on a GPU; `tests/templates/
-test_fingerprint.py` checks that kernel, and `tests/gpu/test_stale_data.py` all of it.
+The comparison runs on the host here, at the same point of a call as the kernel does on a GPU.
+`tests/templates/test_fingerprint.py` checks that kernel, and `tests/gpu/test_stale_data.py` checks
+both together.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.runtime.reuse.writers import WRITERS
 
 
 class HostCheck:
-    """Compares tensors as `FingerprintCheck` does, on the host."""
+    """Compare tensors with their fingerprints on the host, as `FingerprintCheck` does on a GPU."""
 
     launches = 0
 
@@ -95,7 +96,7 @@ def test_a_call_of_another_kind_raises_too() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_of_another_call_are_not_taken_for_new_ones(way: str) -> None:
-    """A call of another kind finds tiles of the old data in a cache, and prepares its own."""
+    """After a write, a call that is not yet prepared computes new tiles despite cached old ones."""
     ids = documents(128)
     call = calls(ids)[way]
     for _ in range(3):

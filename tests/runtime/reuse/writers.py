@@ -1,4 +1,4 @@
-"""Ways to write to a tensor of document ids, some of which torch's version counter does not see."""
+"""Provide ways to write to a tensor of document ids, some unseen by torch's version counter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Writes the second tensor to the first, on the CPU.
+# functions that copy the second tensor to the first, on the CPU
 Writer: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
@@ -61,7 +61,7 @@ def by_gather(t: Tensor, new: Tensor) -> None:
 
 
 def by_broadcast(t: Tensor, new: Tensor) -> None:
-    """From another rank, which is a thread here."""
+    """Overwrite `t` with `new` by a gloo broadcast from a second rank, which is a thread."""
     store = dist.HashStore()
     options = dist.BroadcastOptions()
     options.rootRank = 1
@@ -85,7 +85,7 @@ WRITERS: dict[str, Writer] = {
 
 @contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """A gloo group of this process alone."""
+    """Initialize a gloo process group with one rank inside the `with` block."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Check interval normal form: equal to brute force, with a reason where a mask has none."""
+"""Check the interval normal form of masks against brute force, and the reason for refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.sparsity.mask_graphs import dense as dense_graph
 
 EXAMPLES = masks.examples(96)
 
-# What rows keep at most, in intervals, at length 96; the other examples have no interval form.
+# largest number of intervals per row at length 96; the other examples have no interval form
 COUNTS = {
     "causal": 1, "sliding_window": 1, "sliding_window/both": 1, "sliding_window/right": 1,
     "prefix_lm": 1, "longformer": 2, "streaming_llm": 2, "block_diagonal": 1,
@@ -47,14 +47,14 @@ REFUSED = [
 
 
 def kept(found: Intervals) -> Tensor:
-    """Return the mask that the ends of each row describe: bool [batch, heads, q_len, kv_len]."""
+    """Return the dense mask of the interval bounds, bool [batch, heads, q_len, kv_len]."""
     low, high = found.rows().unbind(-1)
     kv = torch.arange(found.shape[3])
     return ((kv >= low[..., None]) & (kv < high[..., None])).any(-2)
 
 
 def check(mask: Callable[..., Any], q_len: int, kv_len: int, batch: int, heads: int) -> int:
-    """Compare the form with the dense mask, as expression and by rows; -1 if there is none."""
+    """Compare the form with the dense mask; return its number of intervals, -1 if it has none."""
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     if isinstance(found, NoIntervals):
         return -1
@@ -82,7 +82,7 @@ def test_library(name: str) -> None:
     keep_below=st.booleans(),
 )
 def test_negative_divisors(divisor: int, op: str, limit: int, sides: str, keep_below: bool) -> None:
-    """Rows and tiles of what a negative constant divides are those of the dense mask."""
+    """Intervals and tiles are exact for division by negative constants."""
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         x = {"kv": kv, "-kv": -kv, "q - kv": q - kv, "kv - 20": kv - 20, "2 * kv + q": 2 * kv + q}
@@ -190,7 +190,7 @@ def test_documents_have_the_form_exactly_where_their_ids_stand_together(
         assert count == -1
 
 
-# --- what is found
+# --- the form
 
 
 def shown(mask: Callable[..., Any], **sizes: int) -> str:
@@ -269,7 +269,7 @@ def test_no_more_than_the_most_intervals() -> None:
     assert len(found) == 1
 
 
-# --- when it is made again
+# --- caching of the form
 
 
 def test_kept_until_the_data_changes() -> None:

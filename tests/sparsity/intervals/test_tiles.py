@@ -1,4 +1,4 @@
-"""Check tiles from row intervals: equal to brute force, or None."""
+"""Check tiles computed from row intervals against brute force."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnkit.sparsity.intervals.tiles import tiles_of
 from tests.sparsity.test_hierarchical import check, states_of
 
 LENGTH = 150
-# Rows of these keep one interval, in order.
+# masks whose rows keep one interval each, with sorted bounds
 ORDERED = {
     "causal", "sliding_window", "sliding_window/both", "sliding_window/right", "prefix_lm",
     "block_diagonal", "prefix", "document", "document/causal", "document_from_lengths",
@@ -29,7 +29,7 @@ ORDERED = {
 def found_tiles(
     mask: Callable[..., Any], sizes: tuple[int, int, int, int], block: tuple[int, int]
 ) -> bool:
-    """Return whether row intervals give the tiles; check them by brute force both ways."""
+    """Return whether row intervals give the tiles; if so, compare them with brute force."""
     q_len, kv_len, batch, heads = sizes
     found = intervals_of(mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
     tiles = tiles_of(found, block) if isinstance(found, Intervals) else None
@@ -53,7 +53,7 @@ def test_library(length: int, block: tuple[int, int]) -> None:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Mask:
-    """Draw one interval per row: sorted ends, most of them touching, or random ends."""
+    """Draw a mask with one interval per row whose bounds are sorted or random."""
     ends = st.lists(st.integers(-5, LENGTH + 5), min_size=LENGTH, max_size=LENGTH)
     low, high = torch.tensor(draw(ends)), torch.tensor(draw(ends))
     if draw(st.booleans()):

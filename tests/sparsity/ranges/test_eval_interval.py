@@ -1,4 +1,4 @@
-"""Check interval rules: sound for every operation, tight where the classifier relies on it."""
+"""Check interval rules: sound for every operation, exact where the classifier relies on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, t
 from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of, sliding
 from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_of
 
-# Leaves whose values a test chooses freely, by type.
+# leaves whose values a test chooses freely, by type
 FREE = {
     I32: [ir.arg("q"), ir.arg("kv")],
     F32: [ir.arg("score"), ir.arg("grad")],
@@ -34,7 +34,7 @@ FREE = {
 
 
 def operations() -> list[Node]:
-    """Return every operation of the graph on free leaves, once per choice of types."""
+    """Return a node for each operation and combination of argument types."""
     found = []
     for op, (letters, _) in SIGNATURES.items():
         choices = {"n": (I32, F32), "w": (I32, BOOL), "T": (I32, F32, BOOL)}
@@ -54,7 +54,7 @@ def operations() -> list[Node]:
 
 
 def values_of(draw: st.DrawFn, type_: str) -> Tensor:
-    """Return a handful of values that an argument may take."""
+    """Draw a small set of values of a type, as a tensor."""
     if type_ == BOOL:
         return torch.tensor(draw(st.lists(st.booleans(), min_size=1, max_size=2)))
     if type_ == F32:
@@ -70,7 +70,7 @@ def values_of(draw: st.DrawFn, type_: str) -> Tensor:
 
 
 def arguments(draw: st.DrawFn, n: Node) -> list[Tensor]:
-    """Return values for each argument of an operation; shift counts within their limits."""
+    """Draw values for each argument of an operation, with valid shift counts and divisors."""
     args = [values_of(draw, a.type) for a in n.args]
     if n.op in ("shl", "shr"):
         counts = draw(st.lists(st.integers(0, 31), min_size=1, max_size=4))
@@ -81,7 +81,7 @@ def arguments(draw: st.DrawFn, n: Node) -> list[Tensor]:
 
 
 def hull(values: Tensor) -> Interval:
-    """Return the interval of a set of values, in the representation of the rules."""
+    """Return the smallest interval that contains all values."""
     if values.dtype == torch.bool:
         return values.all(), values.any()
     if values.dtype == torch.int32:
@@ -90,7 +90,7 @@ def hull(values: Tensor) -> Interval:
 
 
 def exact(n: Node, args: list[Tensor]) -> Tensor:
-    """Return all results for all combinations of argument values, in int64, wrapped or not."""
+    """Return the results for all combinations of argument values, computed in int64."""
     axes = range(len(args))
     grid = [a.view([-1 if i == axis else 1 for i in axes]) for axis, a in enumerate(args)]
     wraps = n.op.startswith("wrap_")
@@ -103,7 +103,7 @@ def exact(n: Node, args: list[Tensor]) -> Tensor:
 
 
 def holds(interval: Interval, values: Tensor) -> bool:
-    """Return whether every value lies in the interval."""
+    """Return whether the interval contains every value."""
     low, high = interval
     if values.dtype == torch.bool:
         return bool(((~low | values) & (high | ~values)).all())
@@ -145,7 +145,10 @@ SINGLE = [n for n in OPERATIONS if n.type != F32 and all(a.type != F32 for a in 
 @FEWER
 @given(data=st.data())
 def test_single_values_give_single_values(n: Node, data: st.DataObject) -> None:
-    """Rules are exact on points, as evaluating one-sided operations in int64 relies on it."""
+    """Rules give the exact value for intervals of a single value.
+
+    The evaluation of one-sided operations in int64 relies on this.
+    """
     args = [a[:1] for a in arguments(data.draw, n)]
     low, high = transfer(n, [hull(a) for a in args])
     result = exact(n, args).flatten()
@@ -153,13 +156,13 @@ def test_single_values_give_single_values(n: Node, data: st.DataObject) -> None:
     assert torch.equal(high.flatten().to(result.dtype), result)
 
 
-# Operations whose ends are attained over whole intervals; the others are only sound there.
+# operations whose bounds are exact for whole intervals; those of the others are only sound
 TIGHT = {"add", "sub", "neg", "abs", "min", "max", "mul", "lt", "le", "eq", "fdiv", "tdiv", "shl"}
 INTEGER = [n for n in OPERATIONS if all(a.type == I32 for a in n.args) and n.op != "cast"]
 
 
 def small_intervals(op: str, place: int) -> list[tuple[int, int]]:
-    """Return all intervals of small numbers that an operation takes at a place."""
+    """Return all valid intervals of small integers for argument number `place` of an operation."""
     values = range(-5, 6)
     if place and op in ("shl", "shr"):
         values = range(0, 5)
@@ -214,7 +217,10 @@ REAL = [n for n in OPERATIONS if n.args[0].type == F32 and n.op not in ("cast", 
 
 @pytest.mark.parametrize("n", REAL, ids=lambda n: f"{n.op}-{n.attr}")
 def test_float_rules_on_all_special_intervals(n: Node) -> None:
-    """NaN arises inside an interval although the ends may not show it: inf - inf, 0 * inf."""
+    """Float rules are sound for intervals whose ends are special values.
+
+    NaN may arise inside an interval although its ends do not show it, as in inf - inf and 0 * inf.
+    """
     intervals = list(itertools.combinations_with_replacement(SPECIAL, 2))
     for chosen in itertools.product(intervals, repeat=len(n.args)):
         # everything of the special values that lies between, ends in any order
@@ -248,7 +254,7 @@ SIZES = st.one_of(st.integers(1, 30), st.sampled_from([64, 500]))
 
 @given(case=cases(max_len=90), block=st.tuples(SIZES, SIZES))
 def test_every_step_on_tiles_is_sound(case: Case, block: tuple[int, int]) -> None:
-    """Each node's interval on each tile holds the values of that tile."""
+    """The interval of each node on each tile contains all values in that tile."""
     assume_safe(case)
     sides = Sides()
     blocks = compile_blocks(regroup(case.root, sides), sides)
@@ -290,7 +296,11 @@ def test_exact_claims_are_exact(case: Case, block: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("op", ["lt", "le"])
 def test_a_comparison_with_a_diagonal_is_not_claimed_to_be_exact(op: str) -> None:
-    """Here the table holds q - kv itself, so kv alone decides: bounds of the sides do not."""
+    """Bounds of a comparison between a q - kv table and q are not treated as exact.
+
+    The table holds q - kv itself, so kv alone decides the comparison, which the bounds of both
+    sides do not show.
+    """
     q, kv = ir.arg("q"), ir.arg("kv")
     length, limit = 24, 5
     table = torch.arange(-length, length, dtype=torch.int32).roll(length)  # d -> d, as d wraps
@@ -320,7 +330,7 @@ def test_rewrites_keep_the_mask(case: Case) -> None:
 
 @given(case=cases(I32, max_len=60))
 def test_one_sided_forms_keep_the_value(case: Case) -> None:
-    """Every one-sided sub-expression equals its table at every position."""
+    """The table of each one-sided subexpression equals its value at every position."""
     assume_safe(case)
     sides = Sides()
     domain = domain_of(case, sides)
@@ -354,7 +364,7 @@ def test_tables_reduce_every_block(length: int, block: int, other: int) -> None:
 
 
 def test_tables_of_constants_live_with_the_tiles() -> None:
-    """Constants and captured numbers are made on the CPU, and looked up on the tiles' device."""
+    """Tables of constants and captured numbers are on the device of the tiles."""
     there = torch.zeros(1, dtype=torch.int32, device="meta")
     domain = Domain((torch.tensor(3),), 60, 50, there, there)
     number = ir.const(2)
@@ -398,7 +408,7 @@ def test_sliding_windows(values: list[int], data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_boxes_are_exact(data: st.DataObject) -> None:
-    """The range over any box of any tensor, negative indices included."""
+    """Range queries over boxes of a tensor are exact, also for negative indices."""
     shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     tensor = torch.randint(-50, 50, shape)
     n = load(0, I32, [ir.arg("q")] * len(shape))
@@ -426,9 +436,10 @@ def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
 
 
 def test_operations_without_bounds_are_known() -> None:
-    """Masks with these are evaluated at every position.
+    """The operations without interval rules are exactly those listed here.
 
-    A new operation needs a rule, or an entry here.
+    Masks with these operations are evaluated at every position. A new operation needs a rule or an
+    entry.
     """
     near = torch.tensor(0.5), torch.tensor(0.6)
     far = torch.tensor(1.5), torch.tensor(1.6)
