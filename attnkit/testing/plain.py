@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -184,17 +185,15 @@ def _tensor_function(function: Function, device: torch.device, mode: _Plain) -> 
 
 
 class _Plain(TorchFunctionMode):
-    """Torch function mode that replaces indexing by 0-d tensors with the operator aten.index.
+    """Torch function mode that replaces calls which fail under vmap by equal ones.
 
-    `Tensor.__getitem__` would convert the 0-d tensors to ints, which fails under vmap.
+    See `_INSTEAD`.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.__getitem__:
-            return _getitem(*args)
-        return func(*args, **(kwargs or {}))
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
     def call(self, arguments: Sequence[Tensor]) -> _Plain:
         """Return the context manager for one call of the function with `arguments`."""
@@ -243,7 +242,7 @@ class _AtLeast(_Plain):
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            found = _getitem(*args) if func is Tensor.__getitem__ else func(*args, **kwargs)
+            found = _INSTEAD.get(func, func)(*args, **kwargs)
         finally:
             torch.set_default_dtype(default)
         return tree_map(lambda x: self._noted(x, args), found)
@@ -290,3 +289,13 @@ def _getitem(source: Tensor, items: Any) -> Tensor:
     tensors = [i if isinstance(i, Tensor) else None for i in items if not isinstance(i, int)]
     found = torch.ops.aten.index.Tensor(sliced, tensors)
     return found
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """Compute log(sigmoid(x)) without overflow; its derivative at 0 is 1/2, as torch's."""
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs()))
+
+
+# Under vmap `Tensor.__getitem__` would convert 0-d tensors to ints, and the batching rule of
+# `logsigmoid` raises for CUDA tensors (torch 2.11).
+_INSTEAD: dict[Any, Function] = {Tensor.__getitem__: _getitem, F.logsigmoid: _log_sigmoid}

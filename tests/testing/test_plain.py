@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnkit import testing
 from attnkit.errors import UnsupportedError
@@ -55,6 +56,36 @@ def test_scores() -> None:
     score = torch.randn(SHAPE)
     found = plain.torch_scores(lambda s, b, h, q, kv: s * TABLE[h, q, kv] + b, score)
     torch.testing.assert_close(found, score * TABLE + torch.arange(2)[:, None, None, None])
+
+
+class Called(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scores", [plain.torch_scores, plain.modified])
+def test_log_sigmoid_needs_no_batching_rule(scores: Any, dtype: torch.dtype) -> None:
+    """torch 2.11 has one that raises for CUDA tensors."""
+    values = [-200.0, -30.0, -1.5, 0.0, 1e-3, 2.0, 30.0, 200.0]
+    score = torch.tensor(values, dtype=dtype).view(1, 1, 2, 4)
+    with Called() as called:
+        found = scores(lambda s, b, h, q, kv: F.logsigmoid(s), score)
+    assert "aten::log1p" in called.names
+    assert not any("log_sigmoid" in name for name in called.names)
+    torch.testing.assert_close(found, F.logsigmoid(score))
+    if scores is plain.modified:
+        x = score.clone().requires_grad_()
+        (ours,) = torch.autograd.grad(scores(lambda s, *_: F.logsigmoid(s), x).sum(), x)
+        (theirs,) = torch.autograd.grad(F.logsigmoid(x).sum(), x)
+        torch.testing.assert_close(ours, theirs)
 
 
 class _Double(torch.autograd.Function):
