@@ -14,6 +14,5 @@ Arguments with the same meaning in all modules:
 - order: memory semantics and scope of a strong access; None for a weak one.
 - Operands and results are vectors with one element per lane of the gang.
 
-Arguments that concern races, such as clocks, are None unless the launch runs in race mode
-(`machine.knowledge` explains clocks).
+Clocks (`machine.knowledge`) are None unless the launch runs in race mode.
 """
