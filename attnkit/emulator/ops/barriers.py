@@ -52,7 +52,7 @@ def check_barriers(gang: Gang, addresses: list[int], clock: Clock | None) -> Non
 def _initialiser(gang: Gang) -> str:
     """Return the name of a warp's mbarrier.init in the race detector.
 
-    They count as an agent of their own, because fence.mbarrier_init orders them alone.
+    It counts as an agent of its own, because fence.mbarrier_init orders nothing else.
     """
     return f"{gang.agent_name}, mbarrier.init"
 

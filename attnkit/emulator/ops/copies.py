@@ -223,7 +223,7 @@ def _load_work(
 def tma_store(
     gang: Gang, desc: Lanes, at: list[Lanes], src: Lanes, m: Mask, how: str | None
 ) -> None:
-    """Execute a TMA store: copy a box from shared to global memory, or reduce it into that.
+    """Execute a TMA store: copy or reduce a box from shared memory to global memory.
 
     The machine instruction acts once per warp, so the compiler leaves out elect.sync before plain
     stores. Lanes of a warp with equal operands therefore make one plain store together.
@@ -293,7 +293,7 @@ def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | N
 def bulk_load(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """Execute cp.async.bulk from global to shared memory; with `mask`, to that of several CTAs."""
+    """Execute cp.async.bulk from global to shared memory; `mask` is as in `tma_load`."""
     for lane in gang.active(m).tolist():
         s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
         for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
@@ -323,9 +323,9 @@ def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock
 def bulk_remote(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Execute cp.async.bulk from shared memory to that of another CTA of the cluster, or reduce.
+    """Execute cp.async.bulk from shared memory to shared memory of another CTA of the cluster.
 
-    `kind` is the type of the elements of a reduction, as PTX names it.
+    With `how` it is cp.reduce.async.bulk, on elements of type `kind`.
     """
     for lane in gang.active(m).tolist():
         d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
@@ -366,7 +366,10 @@ def _remote_work(
 def bulk_store(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Execute cp.async.bulk from shared to global memory, or reduce; `kind`: type of elements."""
+    """Execute cp.async.bulk from shared memory to global memory.
+
+    With `how` it is cp.reduce.async.bulk, on elements of type `kind`.
+    """
     for lane in gang.active(m).tolist():
         d, s = int(dst[lane]), int(src[lane])
         size = _checked(d, s, int(n[lane]))

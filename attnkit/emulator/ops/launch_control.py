@@ -1,4 +1,4 @@
-"""Execute cluster launch control: a running cluster takes over one that was not launched yet.
+"""Execute cluster launch control: a running cluster takes the work of one not launched yet.
 
 See PTX ISA, clusterlaunchcontrol.
 """

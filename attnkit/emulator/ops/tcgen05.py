@@ -27,7 +27,10 @@ _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
 # ---- allocation
 def tcgen05_alloc(gang: Gang, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
-    """Execute tcgen05.alloc: allocate `n` columns, and write the first to shared memory at `a`."""
+    """Execute tcgen05.alloc: allocate `n` columns of tensor memory.
+
+    The number of the first column is written to shared memory at `a`.
+    """
     columns = gang.uniform(n, m)
     base = gang.cta.tmem.allocate(columns, group)
     st_shared(gang, a, elect(gang, m)[0], u4, [np.full(gang.width, base, u4)])

@@ -24,7 +24,7 @@ _REDUX = {
 
 
 def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
-    """Execute elect.sync: return (predicate of the lowest active lane of each warp, its number)."""
+    """Execute elect.sync: elect the lowest active lane of each warp; return (predicate, number)."""
     gang.meet_lanes(m)
     if m is gang.full:
         return gang.first_lane, np.zeros(gang.width, u4)

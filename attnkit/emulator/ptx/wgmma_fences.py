@@ -1,4 +1,4 @@
-"""Find missing wgmma.fence instructions, which no run of a kernel in the emulator shows.
+"""Find missing wgmma.fence instructions in PTX; a run in the emulator does not show them.
 
 A warpgroup must execute wgmma.fence before its first wgmma.mma_async, and again before one whose
 registers (accumulator or A fragment) were written since. As an exception, wgmma.mma_async of the
