@@ -1,7 +1,7 @@
-"""Convert between float32 and formats that numpy lacks: bf16, tf32, two formats of fp8.
+"""Convert between float32 and formats of GPUs: bf16, f16, tf32 and two formats of fp8.
 
-Rounding is to nearest even unless a name says otherwise. NaN becomes the canonical NaN of the
-format (PTX ISA, cvt).
+Rounding is to nearest even unless a docstring says otherwise, and turns NaN into the canonical NaN
+of the format (PTX ISA, cvt).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def f32_to_bf16(x: Lanes) -> Lanes:
 
 
 def f32_to_bf16_rz(x: Lanes) -> Lanes:
-    """Round float32 toward zero, to bits of bf16."""
+    """Round float32 toward zero to bits of bf16."""
     return np.where(x != x, u2(0x7FFF), (x.view(u4) >> u4(16)).astype(u2))
 
 
@@ -46,19 +46,25 @@ def f32_to_f16(x: Lanes) -> Lanes:
 
 
 def f32_to_tf32(x: Lanes) -> Lanes:
-    """Round to tf32 (cvt.rna): nearest, ties away from zero, on 10 bits of the mantissa."""
+    """Round float32 to tf32, to nearest with ties away from zero (cvt.rna).
+
+    tf32 has 10 bits of mantissa. Infinity and NaN keep their bits.
+    """
     bits = x.view(u4)
     return np.where(np.isfinite(x), (bits + u4(0x1000)) & u4(0xFFFFE000), bits).view(f4)
 
 
 def tf32_operand(bits: Lanes) -> Lanes:
-    """Return a tf32 operand as a tensor core reads it, without the lower 13 bits."""
+    """Convert bits of a tf32 operand to float32 as a tensor core reads them: drop the low 13."""
     return (bits & u4(0xFFFFE000)).view(f4)
 
 
 @cache
 def fp8_table(kind: str) -> NDArray[np.float32]:
-    """Return the 256 values of e4m3 (no infinity, NaN = 0x7f) or e5m2 (IEEE-like)."""
+    """Return the values of the 256 codes of e4m3 or e5m2.
+
+    e4m3 has no infinity, and NaN at 0x7f and 0xff; e5m2 is like IEEE formats.
+    """
     exp_bits, man_bits, bias = (4, 3, 7) if kind == "e4m3" else (5, 2, 15)
     code = np.arange(256)
     sign = np.where(code & 0x80, -1.0, 1.0)
@@ -76,12 +82,15 @@ def fp8_table(kind: str) -> NDArray[np.float32]:
 
 
 def fp8_to_f32(bits: Lanes, kind: str) -> Lanes:
-    """Convert bits of fp8 to float32."""
+    """Convert bits of fp8 to float32; `kind` is "e4m3" or "e5m2"."""
     return fp8_table(kind)[bits]
 
 
 def f32_to_fp8(x: Lanes, kind: str) -> Lanes:
-    """Round to fp8 (cvt.rn.satfinite): nearest even, overflow becomes the largest finite value."""
+    """Round float32 to bits of fp8, to nearest even (cvt.rn.satfinite).
+
+    Values out of range become the largest finite value with their sign.
+    """
     table = fp8_table(kind)[:128]
     finite = table[np.isfinite(table)].astype(f8)
     a = np.minimum(np.abs(np.nan_to_num(x.astype(f8))), finite[-1])

@@ -1,7 +1,7 @@
 """Convert register fragments of mma and wgmma to matrices and back, for many warps at once.
 
-Lane t of a warp holds row t // 4 of each half of 8 rows. Of each 16-byte chunk along the other
-dimension it holds 4 bytes, those from 4 * (t % 4) on.
+A register of a lane holds 4 bytes of an operand. Lane t of a warp holds row t // 4 of each half of
+8 rows. Of each 16-byte chunk of a row it holds the 4 bytes from byte 4 * (t % 4) on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from attnkit.emulator.numerics.formats import (
 
 
 def a_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """Return A, [warps, 16, K] float32; register j holds row half j % 2 and K chunk j // 2."""
+    """Convert registers of A to matrices [warps, 16, K], float32 (float64 for 8-bit integers).
+
+    Register j holds the 8 rows of half j % 2, and 16-byte chunk j // 2 along K.
+    """
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs) // 2, 2, -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -31,7 +34,10 @@ def a_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def b_operand(regs: list[Lanes], kind: str) -> Lanes:
-    """Return B, [warps, 8, K] float32; register j holds K chunk j."""
+    """Convert registers of B to transposed matrices [warps, 8, K], of types as in `a_operand`.
+
+    Register j holds 16-byte chunk j along K.
+    """
     item = ELEMENT_BYTES[kind]
     x = np.stack([r.view(u4) for r in regs]).reshape(len(regs), -1, 8, 4)
     x = x[..., None].view(STORAGE[item])
@@ -40,7 +46,7 @@ def b_operand(regs: list[Lanes], kind: str) -> Lanes:
 
 
 def to_registers(d: Lanes) -> Lanes:
-    """Convert matrices [warps, 16, N] to registers [N / 2, lanes].
+    """Convert matrices D [warps, 16, N] to registers [N / 2, lanes], one element each.
 
     Register 4 n + 2 h + l of lane t holds row 8 h + t // 4, column 8 n + 2 (t % 4) + l.
     """
@@ -50,7 +56,10 @@ def to_registers(d: Lanes) -> Lanes:
 
 
 def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
-    """Convert accumulator registers to float32 (from f32, or f16 pairs) or int32 vectors."""
+    """Convert accumulator registers of type `kind` to vectors of one element per lane.
+
+    The vectors are float32 for f32 and f16 (two per register), and int32 for s32.
+    """
     if kind == "f32":
         return [r.view(f4) for r in regs]
     if kind == "s32":
@@ -63,7 +72,10 @@ def accumulators(regs: list[Any], kind: str) -> list[Lanes]:
 
 
 def packed_accumulators(values: list[Lanes], kind: str) -> list[Lanes]:
-    """Convert vectors of `accumulators` back to registers: u4 (for f16 and s32) or f4."""
+    """Convert vectors as `accumulators` returns them to registers: float32, or uint32 with bits.
+
+    Registers of f16 (pairs) and s32 are uint32.
+    """
     if kind == "f32":
         return values
     if kind == "s32":

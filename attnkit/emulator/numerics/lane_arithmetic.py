@@ -1,6 +1,7 @@
-"""Implement instructions that numpy has no function for; generated code calls them.
+"""Compute the results of instructions for which numpy has no function; generated code calls these.
 
-A vector of lanes has one element per thread of a gang (32, 64, 96 or 128).
+Operands and results are vectors of lanes, with one element per thread of a gang (32, 64, 96 or
+128). Packed pairs are 32-bit registers with two 16-bit floats, or 16-bit registers with two fp8.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TINY = f4(np.finfo(f4).tiny)
 
 
 def pack2(lo: Lanes, hi: Lanes) -> Lanes:
-    """Pack two 32-bit registers into a 64-bit one."""
+    """Pack two 32-bit registers into a 64-bit register."""
     out = np.empty((lo.size, 2), u4)
     out[:, 0] = lo
     out[:, 1] = hi
@@ -41,7 +42,7 @@ def pack2(lo: Lanes, hi: Lanes) -> Lanes:
 
 
 def quad(lo: Lanes, hi: Lanes) -> Lanes:
-    """Pack two 64-bit registers into a 128-bit one.
+    """Pack two 64-bit registers into a 128-bit register.
 
     Its 16 bytes are stored as complex128, so that np.where can move them.
     """
@@ -52,12 +53,12 @@ def quad(lo: Lanes, hi: Lanes) -> Lanes:
 
 
 def ftz(x: Lanes) -> Lanes:
-    """Flush subnormals to zero of the same sign."""
+    """Flush subnormal float32 values to zero of the same sign."""
     return x * (np.abs(x) >= TINY)
 
 
 def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    """Multiply and add float32; the product is exact in float64, the sum is rounded twice."""
+    """Compute a * b + c in float32: the product is exact in float64, the sum is rounded twice."""
     return (a.astype(f8) * b + c).astype(f4)
 
 
@@ -65,7 +66,9 @@ def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
     """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
 
     Args:
-        residual: exact value minus `x`, if `x` was rounded; less than its last bit.
+        mode: "rz", "rm" or "rp".
+        residual: the exact value minus `x`, if `x` was rounded. It is less than the last bit of
+            `x`.
     """
     r = x.astype(f4)
     wide = r.astype(f8)
@@ -80,7 +83,7 @@ def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
 
 
 def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
-    """Add two exact float64 values, and round once to float32 as `directed` does."""
+    """Add two exact float64 values, and round the exact sum to float32 as `directed` does."""
     s = a + b
     t = s - a
     residual = (a - (s - t)) + (b - t)  # exact sum minus the float64 sum
@@ -122,33 +125,33 @@ def fp8x2(hi: Lanes, lo: Lanes, kind: str) -> Lanes:
 
 
 def fp8x2_to_f16x2(x: Lanes, kind: str) -> Lanes:
-    """Convert a packed pair of fp8 to one of f16."""
+    """Convert a packed pair of fp8 to a packed pair of f16."""
     lo, hi = (x & u2(0xFF)).astype(u1), (x >> u2(8)).astype(u1)
     return f16x2(fp8_to_f32(hi, kind), fp8_to_f32(lo, kind))
 
 
 def f16x2_to_fp8x2(x: Lanes, kind: str) -> Lanes:
-    """Convert a packed pair of f16 to one of fp8."""
+    """Convert a packed pair of f16 to a packed pair of fp8."""
     hi, lo = halves(x, "f16")
     return fp8x2(hi, lo, kind)
 
 
 def halves(x: Lanes, kind: str) -> tuple[Lanes, Lanes]:
-    """Return (high, low) of a packed pair as float32."""
+    """Return the high and the low element of a packed pair of bf16 or f16, as float32."""
     if kind == "bf16":
         return (x & u4(0xFFFF0000)).view(f4), (x << u4(16)).view(f4)
     return f16_to_f32((x >> u4(16)).astype(u2)), f16_to_f32((x & u4(0xFFFF)).astype(u2))
 
 
 def packed(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """Apply `fn` to both halves as float32, and round back to the 16-bit format."""
+    """Apply `fn` in float32 to both elements of packed pairs, and round to pairs of `kind`."""
     pairs = [halves(x, kind) for x in xs]
     hi, lo = fn(*[p[0] for p in pairs]), fn(*[p[1] for p in pairs])
     return bf16x2(hi, lo) if kind == "bf16" else f16x2(hi, lo)
 
 
 def half(fn: Callable[..., Lanes], kind: str, *xs: Lanes) -> Lanes:
-    """Apply `fn` to 16-bit operands as float32, and round back."""
+    """Apply `fn` in float32 to bits of bf16 or f16, and round to bits of `kind`."""
     if kind == "bf16":
         return f32_to_bf16(fn(*[bf16_to_f32(x) for x in xs]))
     return f32_to_f16(fn(*[f16_to_f32(x) for x in xs]))
@@ -167,7 +170,7 @@ def idiv(a: Lanes, b: Lanes) -> Lanes:
 
 
 def irem(a: Lanes, b: Lanes) -> Lanes:
-    """Return the remainder of `idiv`."""
+    """Return the remainder of the integer division `idiv`."""
     with np.errstate(over="ignore"):
         out: Lanes = (a - idiv(a, b) * b).astype(a.dtype)
     return out
@@ -180,14 +183,14 @@ def mulhi64(a: Lanes, b: Lanes) -> Lanes:
 
 
 def shl(a: Lanes, n: Lanes, bits: int) -> Lanes:
-    """Shift left; a shift by `bits` or more gives 0."""
+    """Shift registers of `bits` bits left; a shift by `bits` or more gives 0."""
     s: Lanes = a << np.minimum(n, u4(bits - 1)).astype(a.dtype)
     out: Lanes = np.where(n < bits, s, a.dtype.type(0))
     return out
 
 
 def shr(a: Lanes, n: Lanes, bits: int) -> Lanes:
-    """Shift right, arithmetically if `a` is signed.
+    """Shift registers of `bits` bits right, arithmetically if `a` is signed.
 
     A shift by `bits` or more gives 0, or the sign in every bit.
     """
@@ -197,7 +200,13 @@ def shr(a: Lanes, n: Lanes, bits: int) -> Lanes:
 
 
 def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
-    """Shift a pair of 32-bit registers as shf.l or shf.r does."""
+    """Shift a pair of 32-bit registers, and return one of them (PTX ISA, shf).
+
+    Args:
+        left: whether to shift left and return the upper one (shf.l); if not, the shift is to the
+            right and the result the lower one (shf.r).
+        clamp: whether shifts by more than 32 count as 32; if not, their lower 5 bits count.
+    """
     k = np.minimum(n, u4(32)) if clamp else n & u4(31)
     both = (hi.astype(u8) << u8(32)) | lo
     k8 = k.astype(u8)
@@ -205,7 +214,7 @@ def funnel(lo: Lanes, hi: Lanes, n: Lanes, left: bool, clamp: bool) -> Lanes:
 
 
 def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
-    """Permute bytes, in the default mode (PTX ISA, prmt)."""
+    """Select four bytes of a pair of registers, in the default mode of prmt (PTX ISA, prmt)."""
     both = (b.astype(u8) << u8(32)) | a
     out = np.zeros(a.size, u4)
     for i in range(4):
@@ -217,7 +226,7 @@ def prmt(a: Lanes, b: Lanes, sel: Lanes) -> Lanes:
 
 
 def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
-    """Apply the Boolean function of three operands that `table` holds (PTX ISA, lop3)."""
+    """Apply a bitwise function of three operands; `table` is its truth table (PTX ISA, lop3)."""
     out = np.zeros(a.size, u4)
     for i in range(8):
         if table >> i & 1:
@@ -226,7 +235,7 @@ def lop3(a: Lanes, b: Lanes, c: Lanes, table: int) -> Lanes:
 
 
 def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Extract a bit field, with its sign extended if `a` is signed (PTX ISA, bfe)."""
+    """Extract a bit field, and extend its sign if `a` is signed (PTX ISA, bfe)."""
     bits = a.dtype.itemsize * 8
     p, n = (pos & u4(255)).astype(i8), (length & u4(255)).astype(i8)
     out = np.zeros(a.size, object)
@@ -242,7 +251,7 @@ def bfe(a: Lanes, pos: Lanes, length: Lanes) -> Lanes:
 
 
 def bfi(a: Lanes, b: Lanes, pos: Lanes, length: Lanes) -> Lanes:
-    """Insert a bit field of `a` into `b` (PTX ISA, bfi)."""
+    """Insert the low `length` bits of `a` into `b` at bit `pos` (PTX ISA, bfi)."""
     bits = u8(a.dtype.itemsize * 8)
     p = np.minimum((pos & u4(255)).astype(u8), u8(63))
     n = np.minimum((length & u4(255)).astype(u8), u8(63))
@@ -282,7 +291,13 @@ _INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
-    """Convert to an integer, with saturation; NaN gives 0 for f32 (PTX ISA, cvt)."""
+    """Convert floats to an integer type, with saturation; NaN gives 0.
+
+    The PTX ISA (cvt) specifies 0 for NaN unless the source is f64 or the result has 64 bits.
+
+    Args:
+        mode: rounding: "rzi", "rni", "rmi" or "rpi".
+    """
     info = np.iinfo(dtype)
     y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
     big, small = y >= float(info.max), y <= float(info.min)
@@ -291,7 +306,7 @@ def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
 
 
 def int_to_int(x: Lanes, dtype: Any) -> Lanes:
-    """Convert between integer types, with saturation (cvt.sat)."""
+    """Convert integers to another integer type, with saturation (cvt.sat)."""
     info = np.iinfo(dtype)
     lo = max(int(info.min), int(np.iinfo(x.dtype).min))
     hi = min(int(info.max), int(np.iinfo(x.dtype).max))

@@ -1,7 +1,7 @@
 """Execute atomics on shared, global and generic addresses (PTX ISA, atom and red).
 
-Lanes with the same address act in order of their number. Lanes with different addresses act at
-once.
+Lanes with the same address are applied one after another, in order of the lane number. If all
+addresses differ, one numpy operation applies all lanes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
-    """Combine `old` with `new`; `fmt`: name of a 16-bit float format whose bits these are."""
+    """Return the result of the reduction `how` of `old` and `new`.
+
+    Args:
+        fmt: 16-bit float format of the operands, such as "bf16", or "bf16x2" for packed pairs; they
+            are then integers that hold its bits. None if numpy has their type.
+    """
     fn = _REDUCE[how]
     if fmt is None:
         return fn(old, new)
@@ -49,7 +54,7 @@ def combine(how: str, fmt: str | None, old: Any, new: Any) -> Any:
 
 
 def _combined(how: str, fmt: str | None, old: Lanes, values: list[Lanes]) -> Lanes:
-    """Return the values that an atomic stores."""
+    """Return the values that an atomic stores; `values` are its operands, two for cas."""
     if how == "cas":
         swapped: Lanes = np.where(old == values[0], values[1], old)
         return swapped
@@ -107,7 +112,7 @@ def red_vector(
     fmt: str | None,
     order: Order,
 ) -> None:
-    """Execute red on a vector of elements of global memory."""
+    """Execute red on a vector of elements per lane in global memory; `values`: its elements."""
     n, left = len(values), m
     size = np.dtype(dt).itemsize * n
     while True:
@@ -150,7 +155,10 @@ def atom_generic(
     fmt: str | None,
     order: Order,
 ) -> Lanes:
-    """Execute atom on generic addresses; return the old values."""
+    """Execute atom on generic addresses; return the old values.
+
+    The first active lane's address determines the state space for all lanes.
+    """
     kind = generic_space(gang, a, m)
     if kind == "local":
         raise Trap("bounds", "atomic on local memory")

@@ -1,4 +1,8 @@
-"""Execute mbarriers, named barriers, the cluster barrier, fences and polls."""
+"""Execute instructions of mbarriers, named barriers, the cluster barrier and fences (PTX ISA).
+
+Functions that may wait return False, or None, while they wait; the gang then executes them again.
+The argument `block` of such a function is the number of the basic block of its instruction.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,17 @@ def lanes_by_address(gang: Gang, a: Lanes, m: Mask) -> list[tuple[int, int]]:
 
 
 def _check_init_visible(gang: Gang, b: MBarrier) -> None:
-    """Report a use of a barrier whose initialisation is not visible to the gang, in race mode."""
+    """In race mode, report an mbarrier whose initialisation is not visible to the gang."""
     if gang.race is not None and gang.clock is not None:
         gang.race.check_initialised(b, gang.clock, gang.line, asynchronous=False)
 
 
 def check_barriers(gang: Gang, addresses: list[int], clock: Clock | None) -> None:
-    """Report mbarriers at which an asynchronous operation arrives before they are initialised."""
+    """In race mode, report mbarriers whose initialisation an asynchronous operation may not see.
+
+    Args:
+        clock: clock of the operation, which will arrive at them or complete bytes on them.
+    """
     if gang.race is None or clock is None:
         return
     for address in addresses:
@@ -42,12 +50,15 @@ def check_barriers(gang: Gang, addresses: list[int], clock: Clock | None) -> Non
 
 
 def _initialiser(gang: Gang) -> str:
-    """Return the name of the agent that stands for the mbarrier.init of a warp."""
+    """Return the name of a warp's mbarrier.init in the race detector.
+
+    It counts as an agent of its own, because fence.mbarrier_init orders nothing else.
+    """
     return f"{gang.agent_name}, mbarrier.init"
 
 
 def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
-    """Execute mbarrier.init."""
+    """Execute mbarrier.init: create the mbarrier at `a` with the expected arrivals `count`."""
     for address, n in lanes_by_address(gang, a, m):
         who = m & (a == a.dtype.type(address))
         if n > 1:
@@ -68,10 +79,11 @@ def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
 
 
 def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
-    """Warn if lanes of one warp initialise one mbarrier; fault if warps or counts differ.
+    """Report a warning for several lanes of one warp that initialise one mbarrier.
 
-    The PTX ISA leaves this undefined (mbarrier.init of a valid object). Still, in published kernels
-    all lanes of one warp do it at once.
+    Raise `Trap` if the lanes are in different warps or give different counts. The PTX ISA leaves
+    all of this undefined (mbarrier.init of a valid object). Still, in published kernels all lanes
+    of one warp do it at once.
     """
     n, warps = np.count_nonzero(who), gang.warps_of(who)
     if len(warps) > 1 or np.unique(count[who]).size > 1:
@@ -81,14 +93,14 @@ def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
 
 
 def mbarrier_inval(gang: Gang, a: Lanes, m: Mask) -> None:
-    """Execute mbarrier.inval."""
+    """Execute mbarrier.inval: remove the mbarrier."""
     for address, _ in lanes_by_address(gang, a, m):
         gang.cluster.mbarrier(address)
         del gang.cta.mbarriers[address & OFFSET_MASK]
 
 
 def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
-    """Execute mbarrier.expect_tx."""
+    """Execute mbarrier.expect_tx: add `tx` bytes to the mbarrier's transaction count."""
     for lane in gang.active(m).tolist():
         b = gang.cluster.mbarrier(int(a[lane]))
         _check_init_visible(gang, b)
@@ -97,7 +109,7 @@ def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 
 
 def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
-    """Execute mbarrier.complete_tx."""
+    """Execute mbarrier.complete_tx: subtract `tx` bytes from the mbarrier's transaction count."""
     for lane in gang.active(m).tolist():
         gang.cluster.mbarrier(int(a[lane])).expect(-int(tx[lane]))
     gang.cluster.events += 1
@@ -106,7 +118,17 @@ def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 def mbarrier_arrive(
     gang: Gang, a: Lanes, n: Lanes, m: Mask, tx: Lanes | None, drop: bool, relaxed: bool
 ) -> Lanes:
-    """Execute mbarrier.arrive[.expect_tx]; return the phase before the arrival, as state token."""
+    """Execute mbarrier.arrive or arrive_drop, with .expect_tx or without; return the state token.
+
+    The token is the phase before the arrival, 0 or 1. If lanes arrive at several mbarriers, every
+    lane gets that of the last one.
+
+    Args:
+        n: arrivals of each lane.
+        tx: bytes that .expect_tx adds before the arrival; None without it.
+        drop: whether later phases expect one arrival less for each lane (arrive_drop).
+        relaxed: whether the arrival is relaxed; if not, it is a release.
+    """
     state = 0
     for address, lanes in lanes_by_address(gang, a, m):
         b = gang.cluster.mbarrier(address)
@@ -131,14 +153,16 @@ def mbarrier_arrive(
 def mbarrier_test_wait(
     gang: Gang, a: Lanes, phase: Lanes, m: Mask, spin: bool, parity: bool, relaxed: bool
 ) -> Lanes | None:
-    """Return the lanes whose phase is complete; None if the gang must wait.
+    """Execute mbarrier.test_wait or try_wait: return the lanes whose phase is complete.
 
-    A new barrier passes a wait for parity 1 (PTX ISA, mbarrier.test_wait: the phase before the
-    current one is complete).
+    Return None if the gang must wait. On a new mbarrier, a wait for parity 1 succeeds at once (PTX
+    ISA, mbarrier.test_wait: the phase before the current one is complete).
 
     Args:
-        spin: whether the kernel only waits here, so that the gang may sleep until the phase
-            completes.
+        phase: parity of the phase or state token; both have the parity in bit 0.
+        spin: whether the kernel does nothing but repeat this wait until it succeeds. The gang may
+            then sleep until the phase completes.
+        relaxed: whether the wait is relaxed; if not, it is an acquire.
     """
     ok = np.zeros(gang.width, bool)
     bits = phase & phase.dtype.type(1)
@@ -171,7 +195,15 @@ def mbarrier_test_wait(
 def bar(
     gang: Gang, block: int, number: Lanes, threads: Lanes | None, m: Mask, arrive: bool
 ) -> bool:
-    """Execute bar.sync or bar.arrive, counted in whole warps; return False while it must wait."""
+    """Execute bar.sync or bar.arrive; return False while the gang must wait.
+
+    Threads are counted in whole warps.
+
+    Args:
+        number: number of the barrier, 0 to 15.
+        threads: threads that the barrier expects; None for all warps of the CTA.
+        arrive: whether it is bar.arrive, which does not wait.
+    """
     if block in gang.bar_waits:
         return _resume_bar(gang, block)
     if _warps_differ(gang, number, m, "number") or (
@@ -206,9 +238,10 @@ def bar(
 
 
 def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
-    """Return whether the warps of the gang have different values of `x`.
+    """Return whether the warps of the gang have different values of `x`, an operand named `what`.
 
-    Warps whose value differs from the first then leave the gang, before any of them continues.
+    If so, mark the warps whose value differs from the first: they must leave the gang before any
+    warp continues. Raise `Trap` if the value differs within a warp.
     """
     first = gang.uniform(x, m)
     same = m & (x == x.dtype.type(first))
@@ -222,7 +255,7 @@ def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
 
 
 def _resume_bar(gang: Gang, block: int) -> bool:
-    """Return whether the barrier at which block `block` waits has completed."""
+    """Return whether the named barrier at which basic block `block` waits has completed."""
     i, generation = gang.bar_waits[block]
     b = gang.cta.named[i]
     if b.generation == generation:
@@ -235,7 +268,7 @@ def _resume_bar(gang: Gang, block: int) -> bool:
 
 
 def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
-    """End a wait at a named barrier: record the event, and add the knowledge that it hands on."""
+    """End a wait at a named barrier: record the event, and join its clock to the gang's clock."""
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
     if gang.clock is not None:
@@ -244,7 +277,7 @@ def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
 
 # ---- cluster barrier
 def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
-    """Execute barrier.cluster.arrive."""
+    """Execute barrier.cluster.arrive; return True, because it never waits."""
     b = gang.cluster.barrier
     if gang.cluster_wait_for >= 0:
         raise Trap("barrier", "barrier.cluster.arrive twice without a wait")
@@ -260,7 +293,7 @@ def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
 
 
 def cluster_wait(gang: Gang, m: Mask) -> bool:
-    """Execute barrier.cluster.wait; return False while it must wait."""
+    """Execute barrier.cluster.wait; return False while the gang must wait."""
     b = gang.cluster.barrier
     if gang.cluster_wait_for < 0:
         raise Trap("barrier", "barrier.cluster.wait without an arrive")
@@ -279,9 +312,10 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
 
 # ---- order within a warp
 def warp_sync(gang: Gang, block: int, members: Lanes, m: Mask) -> bool:
-    """Execute bar.warp.sync; return False while lanes among `members` have not reached one.
+    """Execute bar.warp.sync; return False until all lanes in `members` have reached one.
 
-    Lanes may meet at different instructions, here blocks, as long as they name the same members.
+    The lanes may wait at different bar.warp.sync instructions, which are different basic blocks, if
+    all of these have the same members. Lanes that have exited are not waited for.
     """
     if m is not gang.full and not (gang.lanes_released.pop(block, ~m) & m).any():
         first = members[gang.warp_start + m.reshape(-1, 32).argmax(1).repeat(32)]
@@ -308,7 +342,9 @@ def warp_sync(gang: Gang, block: int, members: Lanes, m: Mask) -> bool:
 
 # ---- others
 def fence_proxy(gang: Gang, shared: bool, everywhere: bool, m: Mask) -> None:
-    """Execute fence.proxy.async: make known generic writes visible to the async proxy.
+    """Execute fence.proxy.async: make earlier generic writes visible to the asynchronous proxy.
+
+    These are the writes that are ordered before the fence, by the active lanes or by other threads.
 
     Args:
         shared: whether it covers shared memory.
@@ -324,36 +360,40 @@ def fence_proxy(gang: Gang, shared: bool, everywhere: bool, m: Mask) -> None:
 
 
 def fence(gang: Gang, scope: str, m: Mask) -> None:
-    """Execute a fence, on which relaxed arrivals and waits depend.
+    """Execute fence.acq_rel, fence.sc or membar of a scope.
 
-    Later relaxed arrivals hand on what the gang knows now; what it learned by earlier relaxed
-    waits counts from now on.
+    With it, later relaxed arrivals release the accesses that are ordered before the fence, and
+    earlier relaxed waits acquire (PTX ISA, "Release and Acquire Patterns").
     """
     if gang.clock is not None:
         gang.clock.fence(SCOPES[scope], gang.single(m))
 
 
 def fence_initialisation(gang: Gang) -> None:
-    """Execute fence.mbarrier_init, which publishes the mbarrier.init of the gang's threads."""
+    """Execute fence.mbarrier_init: let later relaxed arrivals release the gang's mbarrier.init."""
     if gang.race is not None and gang.clock is not None:
         gang.clock.fence_initialisation(gang.race.agent(_initialiser(gang)))
 
 
 def fence_tensor(gang: Gang, after: bool) -> None:
-    """Execute tcgen05.fence::after_thread_sync, or ::before_thread_sync."""
+    """Execute tcgen05.fence::after_thread_sync if `after` is true, else ::before_thread_sync."""
     if gang.clock is not None:
         gang.clock.fence_tensor(after)
 
 
 def grid_wait(gang: Gang) -> None:
-    """Execute griddepcontrol.wait: the kernels before this one are complete."""
+    """Execute griddepcontrol.wait: order earlier kernels before later accesses of the gang."""
     if gang.clock is not None:
         gang.clock.knows.grids = True
         gang.launch.races.waited()
 
 
 def note_poll(gang: Gang, block: int, registers: list[int], m: Mask) -> None:
-    """Yield after a strong load of global memory that read the same values as before."""
+    """Let other warps run if a poll of global memory has read the same values as last time.
+
+    A poll is a strong load or an atomic cas that may be part of a spin loop
+    (`ptx.kernel.is_poll`). `registers` are the indices of its destination registers.
+    """
     values: Any = b"".join(gang.R[i][m].tobytes() for i in registers)
     if gang.last_polls.get(block) == values:
         gang.yielded = gang.polling = True

@@ -1,4 +1,8 @@
-"""Execute asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA)."""
+"""Execute asynchronous copies: cp.async, bulk copies, TMA and st.async (PTX ISA).
+
+Functions named `_*_work` return the part of a copy that moves the data. It runs at once, or for
+bulk stores at the commit. In the adversarial mode it may run later.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _KINDS |= {"b32": "u4", "b64": "u8"}
 
 # ---- cp.async (non-bulk)
 def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) -> None:
-    """Execute cp.async: copy `valid` bytes per lane, and fill with zeros up to n."""
+    """Execute cp.async: copy `valid` bytes per lane to shared memory, and zeros up to n bytes."""
     lanes = gang.active(m).tolist()
     for lane in lanes:
         if int(dst[lane]) % n or (int(valid[lane]) and int(src[lane]) % n):
@@ -52,13 +56,13 @@ def cp_async(gang: Gang, dst: Lanes, src: Lanes, n: int, valid: Lanes, m: Mask) 
 
 
 def cp_async_commit(gang: Gang) -> None:
-    """Execute cp.async.commit_group."""
+    """Execute cp.async.commit_group: close the current group of cp.async."""
     gang.cp_groups.append(gang.cp_current)
     gang.cp_current = CopyGroup()
 
 
 def cp_async_wait(gang: Gang, n: int) -> bool:
-    """Execute cp.async.wait_group n, or wait_all for n < 0."""
+    """Execute cp.async.wait_group n, or cp.async.wait_all if n < 0; return True."""
     if n < 0:
         cp_async_commit(gang)
         n = 0
@@ -68,7 +72,7 @@ def cp_async_wait(gang: Gang, n: int) -> bool:
 
 
 def _complete_copies(gang: Gang, group: CopyGroup) -> None:
-    """Complete the copies of a group, and let the gang know that they are done."""
+    """Complete the copies of a group, and order them before later accesses of the gang."""
     for work in group.work:
         work()
     for clock in group.clocks:
@@ -77,7 +81,15 @@ def _complete_copies(gang: Gang, group: CopyGroup) -> None:
 
 
 def cp_async_arrive(gang: Gang, a: Lanes, m: Mask, noinc: bool) -> None:
-    """Arrive at an mbarrier once all earlier cp.async of the active threads are done."""
+    """Execute cp.async.mbarrier.arrive: arrive at an mbarrier when earlier cp.async are done.
+
+    All earlier cp.async of the gang are meant.
+
+    Args:
+        a: address of the mbarrier.
+        noinc: whether the pending arrivals stay as they are (.noinc); if not, the instruction first
+            increments them by the number of its lanes.
+    """
     groups = [*gang.cp_groups, gang.cp_current]
     work = [w for g in groups for w in g.work]
     for g in groups:
@@ -110,10 +122,10 @@ def note_bulk(
 
     Args:
         gang: the warp that issued it.
-        place: what `GlobalRaces.index` returned.
+        place: shadow and granules, as `GlobalRaces.index` returns them.
         clock: clock of the operation.
         write: whether it writes.
-        strong: whether it is a reduction, which is atomic.
+        strong: whether the access is strong, as that of a reduction is.
     """
     if clock is None:
         return
@@ -123,13 +135,13 @@ def note_bulk(
 
 
 def _bulk_place(gang: Gang, address: int, size: int) -> tuple[Any, Any]:
-    """Return the granules of a range of global memory."""
+    """Return the race detector's shadow and granules of a range of global memory."""
     b = gang.memory.find(address, address + size)
     return gang.launch.races.index(b, address - b.base, size)
 
 
 def _box_place(gang: Gang, tm: TensorMap, box: Box) -> tuple[Any, Any]:
-    """Return the granules of a box of a tensor."""
+    """Return the race detector's shadow and granules of a box of a tensor in global memory."""
     b = gang.memory.find(box.address, box.address + box.size)
     offsets: Any = np.array(box.address - b.base)
     for n, stride in zip(box.shape[:-1], box.strides[:-1], strict=True):
@@ -141,7 +153,16 @@ def _box_place(gang: Gang, tm: TensorMap, box: Box) -> tuple[Any, Any]:
 def tma_load(
     gang: Gang, dst: Lanes, desc: Lanes, at: list[Lanes], bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """Load a box of a tensor map to shared memory; with `mask`, of several CTAs at one offset."""
+    """Execute a TMA load: copy a box of a tensor to shared memory.
+
+    Args:
+        dst: destination in shared memory.
+        desc: address of the tensor map.
+        at: coordinates of the box, innermost dimension first.
+        bar: mbarrier on which the bytes complete.
+        mask: with .multicast::cluster, the CTAs that receive the box, each at the same offset of
+            its shared memory and on its own mbarrier; None without it.
+    """
     for lane in gang.active(m).tolist():
         tm = gang.cta.tensor_map(int(desc[lane]))
         coords = [int(c[lane]) for c in at]
@@ -159,7 +180,7 @@ def tma_load(
 
 
 def record_load(gang: Gang, size: int, bar: int) -> None:
-    """Record a copy that will complete on the barrier at `bar`."""
+    """Record the event of a copy that will complete `size` bytes on the mbarrier at `bar`."""
     if gang.events is not None:
         b = gang.cluster.mbarrier(bar)
         gang.events.add("load", gang.line, size, b, b.flips)
@@ -168,7 +189,7 @@ def record_load(gang: Gang, size: int, bar: int) -> None:
 def _multicast_targets(
     gang: Gang, d: int, b: int, mask: Lanes | None, lane: int
 ) -> list[tuple[int, int]]:
-    """Return (destination, barrier) for each CTA that receives a copy."""
+    """Return the addresses (destination, mbarrier) for each CTA that receives a copy."""
     if mask is None:
         return [(d, b)]
     ranks = [r for r in range(16) if int(mask[lane]) >> r & 1]
@@ -180,7 +201,7 @@ def _multicast_targets(
 def _load_work(
     gang: Gang, tm: TensorMap, at: list[int], dst: int, bar: int, clock: Clock | None
 ) -> Work:
-    """Return the work that completes a TMA load."""
+    """Return the work of a TMA load: write the box, with zeros outside the tensor."""
 
     def work(line: int = gang.line) -> None:
         dt = np.dtype(f"u{tm.item}")
@@ -202,10 +223,15 @@ def _load_work(
 def tma_store(
     gang: Gang, desc: Lanes, at: list[Lanes], src: Lanes, m: Mask, how: str | None
 ) -> None:
-    """Store a box of shared memory to global memory, or reduce it into it.
+    """Execute a TMA store: copy or reduce a box from shared memory to global memory.
 
     The machine instruction acts once per warp, so the compiler leaves out elect.sync before plain
-    stores. Lanes of a warp with equal operands therefore make one store.
+    stores. Lanes of a warp with equal operands therefore make one plain store together.
+
+    Args:
+        desc: address of the tensor map.
+        at: coordinates of the box, innermost dimension first.
+        src: source in shared memory.
     """
     lanes = gang.active(m)
     if how is None and lanes.size > 1:
@@ -225,14 +251,14 @@ def tma_store(
 
 
 def _distinct_stores(gang: Gang, lanes: Lanes, fields: list[Lanes]) -> Lanes:
-    """Return the lanes whose operands differ from those of all earlier lanes."""
+    """Return the lanes whose operands differ from those of all earlier lanes of their warp."""
     keys = np.stack([gang.warp_start[lanes], *(f[lanes].astype(np.int64) for f in fields)])
     _, first = np.unique(keys, axis=1, return_index=True)
     return lanes[np.sort(first)]
 
 
 def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | None) -> Work:
-    """Return the work that completes a TMA store."""
+    """Return the work of a TMA store: write or reduce the part of the box inside the tensor."""
 
     def work() -> None:
         raw = gang.cluster.read_swizzled(src, tm)
@@ -267,7 +293,7 @@ def _store_work(gang: Gang, tm: TensorMap, at: list[int], src: int, how: str | N
 def bulk_load(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, mask: Lanes | None
 ) -> None:
-    """Copy bytes of global memory to shared memory; with `mask`, of several CTAs."""
+    """Execute cp.async.bulk from global to shared memory; `mask` is as in `tma_load`."""
     for lane in gang.active(m).tolist():
         s, size = int(src[lane]), _checked(int(dst[lane]), int(src[lane]), int(n[lane]))
         for d, b in _multicast_targets(gang, int(dst[lane]), int(bar[lane]), mask, lane):
@@ -280,7 +306,7 @@ def bulk_load(
 
 
 def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock | None) -> Work:
-    """Return the work that completes a bulk load."""
+    """Return the work of a bulk load."""
 
     def work(line: int = gang.line) -> None:
         b = gang.memory.find(src, src + size)
@@ -297,7 +323,10 @@ def _bulk_work(gang: Gang, dst: int, src: int, size: int, bar: int, clock: Clock
 def bulk_remote(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, bar: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Copy shared memory to the shared memory of another CTA of the cluster."""
+    """Execute cp.async.bulk from shared memory to shared memory of another CTA of the cluster.
+
+    With `how` it is cp.reduce.async.bulk, on elements of type `kind`.
+    """
     for lane in gang.active(m).tolist():
         d, s, b = int(dst[lane]), int(src[lane]), int(bar[lane])
         size = _checked(d, s, int(n[lane]))
@@ -319,7 +348,7 @@ def _remote_work(
     clock: Clock | None,
     how: tuple[str | None, str],
 ) -> Work:
-    """Return the work that completes a copy to another CTA."""
+    """Return the work of a copy to another CTA; `how` is (reduction or None, type of elements)."""
 
     def work(line: int = gang.line) -> None:
         cluster = gang.cluster
@@ -337,7 +366,10 @@ def _remote_work(
 def bulk_store(
     gang: Gang, dst: Lanes, src: Lanes, n: Lanes, m: Mask, how: str | None, kind: str
 ) -> None:
-    """Store bytes of shared memory to global memory, or reduce them into it."""
+    """Execute cp.async.bulk from shared memory to global memory.
+
+    With `how` it is cp.reduce.async.bulk, on elements of type `kind`.
+    """
     for lane in gang.active(m).tolist():
         d, s = int(dst[lane]), int(src[lane])
         size = _checked(d, s, int(n[lane]))
@@ -367,13 +399,14 @@ def bulk_store(
 def _issue_bulk_store(
     gang: Gang, lane: int, work: Work, clocks: tuple[Clock | None, Clock | None], size: int
 ) -> None:
-    """Add a store to the bulk async-group of its thread.
+    """Add a store to the current bulk async-group of its thread.
 
     Args:
         gang: the warp.
         lane: the lane that issues it.
-        work: reads the source and writes to memory.
-        clocks: of the read of its source, and of the write to memory, if races are watched.
+        work: function that reads the source and writes to global memory.
+        clocks: clocks of the read of its source and of the write to global memory; None outside
+            race mode.
         size: bytes.
     """
     if gang.events is not None:
@@ -388,7 +421,7 @@ def _issue_bulk_store(
 
 
 def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
-    """Return the bulk async-groups of the active threads."""
+    """Return the bulk async-groups of those active threads that have any."""
     if not gang.cta.bulk:
         return []
     mine = [gang.cta.bulk.get(t) for t in gang.thread[m].tolist()]
@@ -396,7 +429,7 @@ def _bulk_states(gang: Gang, m: Mask) -> list[BulkGroups]:
 
 
 def bulk_commit(gang: Gang, m: Mask) -> None:
-    """Execute cp.async.bulk.commit_group."""
+    """Execute cp.async.bulk.commit_group: close the current bulk async-group of each thread."""
     if gang.events is not None:
         gang.events.add("store commit", gang.line)
     for s in _bulk_states(gang, m):
@@ -409,7 +442,10 @@ def bulk_commit(gang: Gang, m: Mask) -> None:
 
 
 def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
-    """Complete all but the n latest groups (cp.async.bulk.wait_group, with or without .read)."""
+    """Execute cp.async.bulk.wait_group: complete all but the n latest groups; return True.
+
+    With `read` (.read), only the reads of their sources are ordered before later accesses.
+    """
     if gang.events is not None:
         gang.events.add("store wait", gang.line, n)
     for s in _bulk_states(gang, m):
@@ -418,7 +454,7 @@ def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
             _complete_copies(gang, group)
             s.landing.append(group)
         if not read:
-            # groups whose source was waited for stay in order before those that are committed
+            # all groups in `landing` are older than those in `committed`, so these count first
             done = len(s.landing) - max(0, n - len(s.committed))
             for group in s.landing[:done]:
                 for clock in group.landings:
@@ -430,7 +466,7 @@ def bulk_wait(gang: Gang, n: int, read: bool, m: Mask) -> bool:
 
 # ---- st.async
 def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt: Any) -> None:
-    """Execute st.async: store to a CTA's shared memory, and complete on its mbarrier."""
+    """Execute st.async: store to a CTA's shared memory, and complete the bytes on its mbarrier."""
     for lane in gang.active(m).tolist():
         data = np.array([v[lane] for v in values], dt).view(u1)
         d, b = int(a[lane]), int(bar[lane])
@@ -447,7 +483,7 @@ def st_async(gang: Gang, a: Lanes, values: list[Lanes], bar: Lanes, m: Mask, dt:
 
 
 def _checked(dst: int, src: int, size: int) -> int:
-    """Return the size of a bulk copy; fault if it or an address is no multiple of 16."""
+    """Return the size of a bulk copy; raise `Trap` if it or an address is no multiple of 16."""
     if dst % 16 or src % 16 or size % 16:
         raise Trap("alignment", f"bulk copy of {size} bytes from {src:#x} to {dst:#x}: 16 needed")
     return size

@@ -1,4 +1,4 @@
-"""Execute cluster launch control: a running cluster takes over one that was not launched yet.
+"""Execute cluster launch control: a running cluster takes the work of one not launched yet.
 
 See PTX ISA, clusterlaunchcontrol.
 """
@@ -17,10 +17,13 @@ from attnkit.emulator.ops.barriers import check_barriers
 
 
 def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> None:
-    """Request another cluster: write a 16-byte response, and complete 16 bytes on the mbarrier.
+    """Execute clusterlaunchcontrol.try_cancel: request a cluster that was not launched yet.
+
+    Asynchronously, a 16-byte response is written to shared memory at `a`, and 16 bytes complete on
+    the mbarrier at `bar`.
 
     Args:
-        every: whether to respond to every CTA of the cluster.
+        every: whether every CTA of the cluster gets the response (.multicast::cluster::all).
     """
     if gang.cta.refused:
         text = "a CTA that has seen a refusal asks for one more cluster: that is not defined"
@@ -38,7 +41,7 @@ def clc_try_cancel(gang: Gang, a: Lanes, bar: Lanes, m: Mask, every: bool) -> No
 
 
 def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> Work:
-    """Return the work that completes a request."""
+    """Return the work that writes a response at `d` and completes 16 bytes on the mbarrier `b`."""
 
     def work(line: int = gang.line) -> None:
         gang.cluster.write_shared(d, data, clock, line, generic=False)
@@ -48,14 +51,17 @@ def _response(gang: Gang, d: int, b: int, data: Lanes, clock: Clock | None) -> W
 
 
 def clc_is_canceled(gang: Gang, x: Lanes, m: Mask) -> Lanes:
-    """Return whether a response has a cluster."""
+    """Execute query_cancel.is_canceled: return whether a response holds a cluster.
+
+    A response without one is a refusal. The CTA remembers it, as further requests are not defined.
+    """
     out: Lanes = x.view(u4).reshape(-1, 4)[:, 3] != 0
     gang.cta.refused |= not out[gang.active(m)].all()
     return out
 
 
 def clc_first_ctaid(x: Lanes) -> list[Lanes]:
-    """Return the first CTA of the cluster in a response: x, y, z and 0."""
+    """Execute query_cancel.get_first_ctaid: return x, y, z of the cluster's first CTA, and 0."""
     words = x.view(u4).reshape(-1, 4)
     return [
         words[:, 0].copy(),

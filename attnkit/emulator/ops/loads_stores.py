@@ -23,7 +23,11 @@ from attnkit.emulator.numerics.formats import Lanes, u8
 
 # ---- shared memory
 def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes]:
-    """Return (rank, byte offsets of active lanes); fault unless one CTA, aligned and in bounds."""
+    """Return the CTA rank and the byte offsets in its shared memory that the lanes `m` address.
+
+    Raise `Trap` unless the CTA exists and every access of `size` bytes is aligned and in bounds.
+    The rank is that of the first lane; `masks_by_rank` splits a mask so that all lanes agree.
+    """
     x = a if m is gang.full else a[m]
     bits = int(np.bitwise_or.reduce(x))
     rank = int(x[0]) >> RANK_SHIFT
@@ -55,7 +59,12 @@ def masks_by_rank(gang: Gang, a: Lanes, m: Mask) -> list[Mask]:
 def ld_shared(
     gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, used: int | None = None
 ) -> list[Lanes]:
-    """Load `n` elements a lane from shared memory; the kernel uses the first `used` of them."""
+    """Load `n` elements per lane from shared memory.
+
+    Args:
+        used: how many of the elements, from the first on, the kernel uses; None if all. The race
+            detector ignores the others.
+    """
     parts = masks_by_rank(gang, a, m)
     size = np.dtype(dt).itemsize * n
     out = np.zeros((n, gang.width), dt)
@@ -73,7 +82,7 @@ def ld_shared(
 
 
 def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> None:
-    """Store elements to shared memory."""
+    """Store elements to shared memory; `values` has one vector per element of a lane."""
     n = len(values)
     size = np.dtype(dt).itemsize * n
     for part in masks_by_rank(gang, a, m):
@@ -93,7 +102,11 @@ def st_shared(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> No
 
 # ---- global memory
 def global_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[Any, Lanes, Mask]:
-    """Return a buffer, byte offsets of the lanes that address it, and the mask of those lanes."""
+    """Return a buffer, byte offsets of the lanes that address it, and the mask of those lanes.
+
+    Other lanes of `m` may address other buffers; callers repeat this call for them. Raise `Trap`
+    unless accesses of `size` bytes are aligned and in bounds.
+    """
     x = a if m is gang.full else a[m]
     if int(np.bitwise_or.reduce(x)) & (size - 1):
         bad = int(x[(x & u8(size - 1)) != 0][0])
@@ -126,8 +139,8 @@ def note_global(
         at: buffer, and offset in bytes of each active lane.
         m: mask of the active lanes.
         size: bytes that each lane accesses.
-        order: modifiers of a strong access, or None.
-        read, write: what it does; an atomic does both.
+        order: semantics and scope of a strong access; None for a weak one.
+        read, write: whether it reads, and whether it writes; an atomic does both.
         elements: how many atomics of equal size a lane makes, at adjacent addresses.
     """
     race, clock = gang.race, gang.clock
@@ -163,7 +176,7 @@ def ld_global(
     order: Order | None = None,
     constant: bool = False,
 ) -> list[Lanes]:
-    """Load `n` elements a lane from global memory; `constant`: by ld.global.nc."""
+    """Load `n` elements per lane from global memory; `constant`: whether it is ld.global.nc."""
     item = np.dtype(dt).itemsize
     out, left = np.zeros((n, gang.width), dt), m
     while True:
@@ -186,7 +199,7 @@ def ld_global(
 def st_global(
     gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None
 ) -> None:
-    """Store elements to global memory."""
+    """Store elements to global memory; `values` has one vector per element of a lane."""
     item, left = np.dtype(dt).itemsize, m
     while True:
         b, off, part = global_offsets(gang, a, left, item * len(values))
@@ -202,7 +215,10 @@ def st_global(
 
 
 def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
-    """Return a view of a buffer as items of `dt` at these offsets, and the items' indices."""
+    """Return a view of buffer `b` as items of type `dt`, and the index of each offset in it.
+
+    The buffer need not start at a multiple of the item size, so the view may skip its first bytes.
+    """
     item = np.dtype(dt).itemsize
     skew = -b.base % item
     if skew == 0:
@@ -213,7 +229,7 @@ def items_of(b: Any, off: Any, dt: Any) -> tuple[Lanes, Lanes]:
 
 # ---- local and generic addresses
 def ld_local(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
-    """Load `n` elements a lane from local memory."""
+    """Load `n` elements per lane from local memory."""
     rows, i, view = _local_items(gang, a, m, dt, n)
     out = np.zeros((n, gang.width), dt)
     for j in range(n):
@@ -229,7 +245,10 @@ def st_local(gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes]) -> Non
 
 
 def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes, Lanes, Lanes]:
-    """Return (threads, indices of items, local memory as items) of the active lanes."""
+    """Return (threads, indices of items, local memory as items) of the active lanes.
+
+    Local memory as items is [threads, items].
+    """
     item, memory = np.dtype(dt).itemsize, gang.cta.local
     off = a[m].astype(np.int64) - LOCAL_BASE
     if (off < 0).any() or (off + item * n > memory.shape[1]).any():
@@ -240,9 +259,12 @@ def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes,
 
 
 def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
-    """Return the address space of generic addresses: "shared", "local" or "global"."""
+    """Return the state space of generic addresses: "shared", "local" or "global".
+
+    The first active lane's address determines it; the others are assumed to be in the same space.
+    """
     x = gang.uniform(a, m)
-    if x < 1 << 32:  # the heap of the Python process may be in this range, too
+    if x < 1 << 32:  # the heap of the Python process may also be in this range
         low = any(b.base <= x < b.end for b in gang.memory.buffers)
         return "global" if low else "shared"
     return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
@@ -255,7 +277,7 @@ _STORES = {"shared": st_shared, "local": st_local}
 def ld_generic(
     gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, order: Order | None = None
 ) -> list[Lanes]:
-    """Load `n` elements a lane from generic addresses."""
+    """Load `n` elements per lane from generic addresses, which may be kernel parameters."""
     x = gang.uniform(a, m)
     if PARAM_BASE <= x < PARAM_BASE + (1 << 20):
         item = np.dtype(dt).itemsize
@@ -278,7 +300,7 @@ def st_generic(
 
 
 def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
-    """Return which generic addresses lie in a state space (isspacep)."""
+    """Execute isspacep: return the lanes whose generic address lies in state space `space`."""
     small = a < u8(1 << 32)
     for b in gang.memory.buffers:
         if b.base < 1 << 32:

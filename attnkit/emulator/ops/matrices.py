@@ -32,7 +32,13 @@ def mma(
     c: list[Lanes],
     m: Mask,
 ) -> list[Lanes]:
-    """Execute mma.sync: compute D = A B + C for each warp."""
+    """Execute mma.sync: compute D = A B + C for each warp, and return the registers of D.
+
+    Args:
+        shape: (M, N, K).
+        types: types of D, A and B, as PTX names them.
+        a, b, c: registers of the fragments (`numerics.fragments`).
+    """
     dt, at, bt = types
     x, y = a_operand(a, at), b_operand(b, bt)
     if x.shape[2] != shape[2] or y.shape[2] != shape[2]:
@@ -46,7 +52,11 @@ def mma(
 
 # ---- ldmatrix, stmatrix
 def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lanes]:
-    """Return the CTA, offsets of the rows [warps, 8 n], and which warps are active."""
+    """Return the CTA, the byte offsets of the matrix rows, and the active warps.
+
+    The offsets are [active warps, 8 n] in shared memory. Lanes 8 j to 8 j + 7 of a warp give the
+    addresses of the rows of matrix j. A row has 16 bytes and must be aligned to them.
+    """
     rows = a.reshape(-1, 32)[:, : 8 * n].astype(np.int64)
     on = m.reshape(-1, 32).any(1)
     rows = rows[on]
@@ -61,7 +71,7 @@ def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lan
 
 
 def ldmatrix(gang: Gang, a: Lanes, n: int, trans: bool, m: Mask) -> list[Lanes]:
-    """Load `n` 8x8 matrices of 16-bit elements a warp."""
+    """Execute ldmatrix: load `n` 8x8 matrices of 16-bit elements per warp; return n registers."""
     cta, off, on = _matrix_rows(gang, a, n, m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)
@@ -83,7 +93,7 @@ def ldmatrix(gang: Gang, a: Lanes, n: int, trans: bool, m: Mask) -> list[Lanes]:
 
 
 def stmatrix(gang: Gang, a: Lanes, values: list[Lanes], trans: bool, m: Mask) -> None:
-    """Store 8x8 matrices of 16-bit elements."""
+    """Execute stmatrix: store 8x8 matrices of 16-bit elements, one per register of `values`."""
     cta, off, on = _matrix_rows(gang, a, len(values), m)
     if gang.race is not None and gang.clock is not None:
         i = gang.race.shared(cta.rank, off.ravel(), 16)

@@ -1,4 +1,7 @@
-"""List the operations that generated code calls, by name; their first argument is the gang."""
+"""List the operations that generated code calls, by name.
+
+Their first argument is the gang, except for `clc_first_ctaid`, which needs none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Execute tcgen05 except products: allocation, commit, copies, loads and stores (PTX ISA)."""
+"""Execute tcgen05 instructions except tcgen05.mma (PTX ISA).
+
+These are allocation of tensor memory, commits, copies from shared memory, loads, stores and waits.
+`group` is the number of the instruction's .cta_group: 1, or 2 for a pair of CTAs.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +27,34 @@ _SHAPES = {"32x32b": (1, 1), "16x128b": (4, 2), "16x256b": (8, 4)}
 
 # ---- allocation
 def tcgen05_alloc(gang: Gang, a: Lanes, n: Lanes, group: int, m: Mask) -> None:
-    """Allocate columns, and write the number of the first to shared memory."""
+    """Execute tcgen05.alloc: allocate `n` columns of tensor memory.
+
+    The number of the first column is written to shared memory at `a`.
+    """
     columns = gang.uniform(n, m)
     base = gang.cta.tmem.allocate(columns, group)
     st_shared(gang, a, elect(gang, m)[0], u4, [np.full(gang.width, base, u4)])
 
 
 def tcgen05_dealloc(gang: Gang, t: Lanes, n: Lanes, group: int, m: Mask) -> None:
-    """Free columns."""
+    """Execute tcgen05.dealloc: free the `n` columns that were allocated at address `t`."""
     gang.cta.tmem.free(gang.uniform(t, m) & 0xFFFF, gang.uniform(n, m), group)
 
 
 def tcgen05_relinquish_alloc_permit(gang: Gang) -> None:
-    """Forbid the CTA further allocations."""
+    """Execute tcgen05.relinquish_alloc_permit: forbid the CTA further allocations."""
     gang.cta.tmem.relinquished = True
 
 
 # ---- commit
 def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int) -> None:
-    """Arrive at mbarriers once earlier tensor-core work of this CTA is complete."""
+    """Execute tcgen05.commit: arrive at mbarriers when earlier tcgen05 work of the CTA is done.
+
+    Args:
+        a: address of the mbarrier.
+        mask: CTAs of the cluster whose mbarrier at this offset gets an arrival; None for that at
+            `a` alone.
+    """
     for lane in gang.active(m).tolist():
         address = int(a[lane])
         targets = [address]
@@ -72,10 +85,10 @@ def tcgen05_commit(gang: Gang, a: Lanes, m: Mask, mask: Lanes | None, group: int
 
 
 def _has_exited(gang: Gang, address: int, line: int) -> bool:
-    """Return whether a commit arrives at a CTA that has exited by then, and warn of it.
+    """Return whether the CTA at which a commit arrives has exited; if so, report a warning.
 
-    Published kernels issue their last commits without waiting for them. This works because the peer
-    still runs for long enough.
+    It is no error, because published kernels do not wait for their last commits. On hardware this
+    works because the peer CTA runs for long enough.
     """
     rank, ctas = address >> RANK_SHIFT, gang.cluster.ctas
     if rank == gang.cta.rank or rank >= len(ctas) or ctas[rank].alive:
@@ -86,15 +99,15 @@ def _has_exited(gang: Gang, address: int, line: int) -> bool:
 
 
 def tensor_core(gang: Gang) -> str:
-    """Return the name of the tensor cores of the gang's CTA."""
+    """Return the name of the asynchronous unit that executes tcgen05 work of the gang's CTA."""
     return f"tcgen05 of CTA rank {gang.cta.rank}"
 
 
 def ctas_of_group(gang: Gang, group: int) -> list[Cta]:
-    """Return the CTAs that an operation of `group` CTAs works on.
+    """Return the CTAs on which an operation of `group` CTAs works.
 
-    The even CTA of a pair is first (PTX ISA, "CTA Pair"). None of them may have exited ("Issue
-    Granularity").
+    The even CTA of a pair is first (PTX ISA, "CTA Pair"). Raise `Trap` if the peer CTA has exited
+    ("Issue Granularity").
     """
     if group == 1:
         return [gang.cta]
@@ -109,7 +122,15 @@ def ctas_of_group(gang: Gang, group: int) -> list[Cta]:
 
 # ---- cp
 def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mask) -> None:
-    """Copy rows of shared memory to the lanes of tensor memory."""
+    """Execute tcgen05.cp: copy rows from shared memory to lanes of tensor memory.
+
+    32 rows are copied to each of the four quarters of the lanes.
+
+    Args:
+        t: address in tensor memory.
+        desc: descriptor of the source.
+        shape: rows and bits of a row, such as "128x256b".
+    """
     rows, bits = (int(x) for x in shape.removesuffix("b").split("x"))
     for lane in gang.active(m).tolist():
         x, column = of_tcgen05(int(desc[lane])), int(t[lane]) & 0xFFFF
@@ -140,7 +161,10 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
 def _tmem_places(
     gang: Gang, a: Lanes, m: Mask, shape: str, registers: int
 ) -> list[tuple[int, int, int]]:
-    """Return (first lane in the gang, lane of tensor memory, column) of each active warp."""
+    """Return (first lane in the gang, lane of tensor memory, column) of each active warp.
+
+    Raise `Trap` if a warp does not reach its lanes: warp w reaches the 32 lanes from 32 (w % 4) on.
+    """
     columns = registers * _SHAPES[shape][0] // _SHAPES[shape][1]
     out = []
     for w in gang.warps_of(m):
@@ -159,7 +183,10 @@ def _tmem_places(
 def _tmem_cells(
     gang: Gang, shape: str, lane: int, column: int, registers: int
 ) -> tuple[Lanes, Lanes]:
-    """Return columns and lanes of tensor memory, [registers, 32], for the registers of a warp."""
+    """Return the column and the lane of tensor memory of each register of a warp.
+
+    Both are [registers, 32] (PTX ISA, "Data Movement Shape").
+    """
     r, t = np.arange(registers)[:, None], np.arange(32)[None, :]
     if shape == "32x32b":
         return column + r + 0 * t, lane + t + 0 * r
@@ -169,7 +196,7 @@ def _tmem_cells(
 
 
 def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
-    """Report a tcgen05.ld or tcgen05.st to the race detector."""
+    """Report a tcgen05.ld or tcgen05.st of a warp to the race detector; `n`: number of columns."""
     if gang.race is None:
         return
     clock = gang.issue(f"tcgen05.{'st' if write else 'ld'} of {gang.agent_name}", ordered=True)
@@ -188,7 +215,7 @@ def _note_tmem(gang: Gang, lane: int, column: int, n: int, write: bool) -> None:
 
 
 def tcgen05_ld(gang: Gang, a: Lanes, shape: str, n: int, m: Mask) -> list[Lanes]:
-    """Load registers from tensor memory."""
+    """Execute tcgen05.ld: return `n` registers from tensor memory."""
     places = _tmem_places(gang, a, m, shape, n)
     data = gang.cta.tmem.data
     gang.cluster.record("tmem", 128 * n * len(places))
@@ -210,7 +237,7 @@ def tcgen05_ld(gang: Gang, a: Lanes, shape: str, n: int, m: Mask) -> list[Lanes]
 
 
 def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -> None:
-    """Store registers to tensor memory."""
+    """Execute tcgen05.st: store registers to tensor memory, at the wait if stores are delayed."""
     n = len(values)
     gang.cluster.record("tmem", 128 * n * len(gang.warps_of(m)))
     for at, lane, column in _tmem_places(gang, a, m, shape, n):
@@ -228,7 +255,7 @@ def tcgen05_st(gang: Gang, a: Lanes, shape: str, values: list[Lanes], m: Mask) -
 
 
 def tcgen05_wait(gang: Gang, stores: bool) -> bool:
-    """Execute tcgen05.wait::st or wait::ld."""
+    """Execute tcgen05.wait::st if `stores` is true, else tcgen05.wait::ld."""
     gang.meet_lanes(gang.full)
     if stores:
         for work in gang.st_pending:

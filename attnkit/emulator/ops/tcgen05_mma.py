@@ -1,4 +1,4 @@
-"""Execute products of the fifth-generation tensor cores (PTX ISA, tcgen05.mma)."""
+"""Execute matrix products of the fifth-generation tensor cores (PTX ISA, tcgen05.mma)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from attnkit.emulator.machine.matrix_descriptors import MatrixDescriptor, elemen
 from attnkit.emulator.numerics.formats import ELEMENT_BYTES, STORAGE, Lanes, f4, to_f32
 from attnkit.emulator.ops.tcgen05 import ctas_of_group, tensor_core
 
+# Initial value of 32-bit registers (`execution.generated_kernel`). A mask of disabled lanes that
+# the kernel has never written counts as 0.
 POISON = 0x7FC0BEEF
 _FORMATS = {
     "f16": {0: "f16", 1: "bf16"},
@@ -22,7 +24,7 @@ _FORMATS = {
     "f8f6f4": {0: "e4m3", 1: "e5m2"},
     "i8": {0: "u8", 1: "s8"},
 }
-# Lanes of the 64 rows of a product that uses half of the lanes.
+# Lanes of the 64 rows of a product that uses half of the lanes (layout F): 16 of each quarter.
 _QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 
 
@@ -30,8 +32,19 @@ _QUARTERS = np.arange(64) // 16 * 32 + np.arange(64) % 16
 class DecodedMma:
     """Holds the operands of a tcgen05.mma, and the fields of its instruction descriptor.
 
-    `a` is a column of tensor memory or a descriptor; `d` is a column; `disabled` has masks of lanes
-    of D that keep their value.
+    Attributes:
+        m, n, k: shape of the product, of all CTAs of the group together.
+        a_kind, b_kind: formats of A and B.
+        a_major, b_major: whether A and B are MN-major.
+        sign: sign of the product, 1 or -1 (the negate bits of A and B).
+        integer: whether D is int32; if not, it is float32.
+        d: first column of D in tensor memory.
+        lane: first lane of D, and of A if A is in tensor memory.
+        a: descriptor of A in shared memory, or its first column in tensor memory.
+        b: descriptor of B.
+        accumulate: whether the product is added to D; if not, it overwrites D.
+        group: number of CTAs that compute the product together.
+        disabled: masks of lanes of D that keep their value, four words of 32 lanes for each CTA.
     """
 
     m: int
@@ -65,12 +78,14 @@ def tcgen05_mma(
     m: Mask,
     disable: list[Lanes] | None,
 ) -> None:
-    """Start a product into tensor memory.
+    """Execute tcgen05.mma: start an asynchronous product into tensor memory.
 
     Args:
-        d, a, b: column of D; descriptor or column of A; descriptor of B.
+        d, a, b: tensor-memory address of D; descriptor or tensor-memory address of A; descriptor of
+            B.
         in_tmem: whether A is in tensor memory.
         idesc: instruction descriptor.
+        accumulate: whether the product is added to D; if not, it overwrites D.
         kind: kind of the instruction in PTX, such as "f16".
         group: number of CTAs that compute the product together.
         disable: masks of lanes of D that keep their value.
@@ -109,7 +124,11 @@ def tcgen05_mma(
 
 
 def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
-    """Compute a product, and store it or add it to tensor memory."""
+    """Compute a product, and store it to tensor memory or add it to the values there.
+
+    Each CTA of a group of two holds half of the rows of A and half of the rows of B, and gets its
+    half of the rows of D.
+    """
     pair = ctas_of_group(gang, p.group)
     rows_b = p.n // p.group
     right = np.concatenate([_operand(c, p.b, rows_b, p.k, p.b_kind, p.b_major) for c in pair])
@@ -125,11 +144,15 @@ def _product(gang: Gang, p: DecodedMma, clock: Clock | None, line: int) -> None:
 
 
 def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> None:
-    """Write D to tensor memory, or add it.
+    """Write one CTA's rows of the product to D in tensor memory, or add them to D.
 
-    128 rows take one lane each. 64 rows take 16 lanes of each quarter; with a pair of CTAs they
-    take two lanes each, one per half of the columns. See PTX ISA, "Data Path Layout Organization",
-    layouts A and D, F, B.
+    128 rows of a CTA take one lane each (layouts A and D). 64 rows take 16 lanes of each quarter
+    (layout F). With a pair of CTAs, 64 rows take two lanes each, one per half of the columns
+    (layout B). See PTX ISA, "Data Path Layout Organization".
+
+    Args:
+        rows: rows of the CTA.
+        number: 0 or 1, the CTA's place in the group.
     """
     columns = p.n
     if rows == 64 and p.group == 2:
@@ -157,7 +180,10 @@ def _accumulate(c: Cta, p: DecodedMma, out: Lanes, rows: int, number: int) -> No
 def _note_product(
     gang: Gang, c: Cta, p: DecodedMma, rows: int, rows_b: int, clock: Clock, line: int
 ) -> None:
-    """Report the accesses of a product to the race detector."""
+    """Report the accesses of a product in one CTA to the race detector.
+
+    `rows` and `rows_b` are the CTA's rows of A and B.
+    """
     race = gang.race
     assert race is not None
 
@@ -181,7 +207,7 @@ def _note_product(
 
 
 def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool, int, bool]:
-    """Decode an instruction descriptor to the first fields of `DecodedMma`.
+    """Decode an instruction descriptor to the first nine fields of `DecodedMma`.
 
     See PTX ISA, "Instruction descriptor".
     """
@@ -198,7 +224,10 @@ def _instruction(kind: str, i: int) -> tuple[int, int, int, str, str, bool, bool
 
 
 def _check_shape(m: int, n: int, kind: str, group: int) -> None:
-    """Check M and N, which depend on kind and number of CTAs (PTX ISA, "Matrix Shape")."""
+    """Raise `Trap` unless M and N are allowed for the kind and the number of CTAs.
+
+    See PTX ISA, "Matrix Shape".
+    """
     step = 32 if kind == "i8" and group == 2 else 8 if (m, group) == (64, 1) else 16
     if m not in ((64, 128) if group == 1 else (128, 256)) or n % step or not 8 <= n <= 256:
         raise Trap(
@@ -209,7 +238,7 @@ def _check_shape(m: int, n: int, kind: str, group: int) -> None:
 
 
 def _first_lane(d: int, m: int, group: int) -> int:
-    """Return the first lane of D: 0, or 16 if half of the lanes are used (layout F)."""
+    """Return the first lane of D: 0, or also 16 if D uses half of the lanes (layout F)."""
     lane = d >> 16
     if lane and not (lane == 16 and (m, group) == (64, 1)):
         raise Trap("tensor-memory", f"tcgen05.mma accumulator at lane {lane}, M={m}")
@@ -217,17 +246,17 @@ def _first_lane(d: int, m: int, group: int) -> int:
 
 
 def _operand(c: Cta, x: MatrixDescriptor, rows: int, k: int, kind: str, major: bool) -> Lanes:
-    """Read an operand from shared memory, [rows, K] float32."""
+    """Read an operand from shared memory: [rows, K] in float32, or float64 for 8-bit integers."""
     item = ELEMENT_BYTES[kind]
     index = c.checked(elements(x, (0, rows), k, item, major))
     return to_f32(c.view(STORAGE[item], 1)[index // item], kind)
 
 
 def _from_tensor_memory(c: Cta, p: DecodedMma, rows: int, right: Lanes) -> Lanes:
-    """Multiply A from tensor memory by B; 32 bytes of a row of A are 8 columns of its lane.
+    """Multiply A from tensor memory by the transpose of B, whose rows are `right`.
 
-    If each CTA of a pair has 64 rows, the upper 64 lanes hold A a second time; they compute the
-    second half of the columns.
+    A row of A has 32 bytes, which are 8 columns of its lane. If each CTA of a pair has 64 rows, the
+    upper 64 lanes hold A a second time, and compute the second half of the columns of D.
     """
     assert isinstance(p.a, int)
     c.tmem.check(p.a, 8)

@@ -1,4 +1,7 @@
-"""Execute instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA)."""
+"""Execute instructions across the lanes of a warp: elect, shfl, vote, redux, match (PTX ISA).
+
+Also small instructions that need the gang: lane masks, clock registers, trap and nanosleep.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _REDUX = {
 
 
 def elect(gang: Gang, m: Mask) -> tuple[Lanes, Lanes]:
-    """Elect the lowest active lane of each warp; return (predicate, number of that lane)."""
+    """Execute elect.sync: elect the lowest active lane of each warp; return (predicate, number)."""
     gang.meet_lanes(m)
     if m is gang.full:
         return gang.first_lane, np.zeros(gang.width, u4)
@@ -37,7 +40,11 @@ def shfl(
 ) -> tuple[Lanes, Lanes]:
     """Execute shfl.sync; return (value, whether the source lane is in range).
 
-    `c` holds the clamp and the segment mask.
+    Args:
+        a: values to exchange.
+        b: source lane or distance.
+        c: clamp value in bits 0-4, segment mask in bits 8-12.
+        mode: "idx", "bfly", "down" or "up".
     """
     gang.meet_lanes(m)
     lane = gang.lane
@@ -65,7 +72,7 @@ def _gather(gang: Gang, a: Lanes, j: Lanes) -> Lanes:
 
 
 def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
-    """Execute vote.all, any, uni or ballot."""
+    """Execute vote.sync.all, .any, .uni or .ballot; `kind` is the last word."""
     gang.meet_lanes(m)
     rows = (p & m).reshape(-1, 32)
     if kind == "ballot":
@@ -78,7 +85,12 @@ def vote(gang: Gang, p: Lanes, m: Mask, kind: str) -> Lanes:
 
 
 def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
-    """Execute redux: combine the values of the active lanes of each warp."""
+    """Execute redux.sync: reduce the values of the active lanes of each warp to one value.
+
+    Args:
+        how: "add", "min", "max", "and", "or" or "xor".
+        nan: for floats, whether a NaN operand gives NaN (.NaN); if not, NaN is ignored.
+    """
     gang.meet_lanes(m)
     fn: Any = _REDUX[how]
     if x.dtype.kind == "f" and not nan:
@@ -91,7 +103,7 @@ def redux(gang: Gang, x: Lanes, m: Mask, how: str, nan: bool) -> Lanes:
 
 
 def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
-    """Return the mask of the lanes with the same value (match.any)."""
+    """Execute match.any.sync: return for each lane the bits of the active lanes with its value."""
     gang.meet_lanes(m)
     rows, active = x.reshape(-1, 32), m.reshape(-1, 32)
     same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
@@ -100,7 +112,7 @@ def match(gang: Gang, x: Lanes, m: Mask) -> Lanes:
 
 
 def lanemask(gang: Gang, kind: str) -> Lanes:
-    """Return %lanemask_eq, lt, le, gt or ge."""
+    """Return the special register %lanemask_eq, lt, le, gt or ge; `kind` is the last word."""
     bit = u8(1) << gang.lane.astype(u8)
     full = u8(0xFFFFFFFF)
     table = {
@@ -114,17 +126,20 @@ def lanemask(gang: Gang, kind: str) -> Lanes:
 
 
 def read_clock(gang: Gang, size: int) -> Lanes:
-    """Return %clock and similar registers, which count reads here, not time."""
+    """Return %clock or a similar register; `size`: its bytes.
+
+    Here these registers do not measure time: each read counts their value up by one.
+    """
     gang.cluster.ticks += 1
     return np.full(gang.width, gang.cluster.ticks, f"u{size}")
 
 
 def trap(gang: Gang) -> None:
-    """Raise the fault of a kernel that executed trap or brkpt."""
+    """Execute trap or brkpt: raise `Trap`, which ends the kernel."""
     raise Trap("trap", "the kernel executed trap or brkpt")
 
 
 def nanosleep(gang: Gang) -> bool:
-    """Execute nanosleep: let others run."""
+    """Execute nanosleep: let other warps run before this gang continues."""
     gang.yielded = True
     return True

@@ -1,9 +1,9 @@
-"""Execute warpgroup-wide asynchronous products (PTX ISA, wgmma.mma_async).
+"""Execute asynchronous matrix products of a warpgroup (PTX ISA, wgmma.mma_async).
 
-Products are collected until their group is committed. Then, or at the wait in the adversarial mode,
-products that accumulate one after another in the same registers are computed as one product of
-larger K. The 16 rows of every warp are computed separately, so that the bits of a result do not
-depend on how many warps run together.
+Products are collected until their group is committed. They are computed at the commit, or at the
+wait in the adversarial mode. Products that accumulate one after another in the same registers are
+then computed as one product of larger K. The 16 rows of every warp are computed separately, so that
+the bits of a result do not depend on how many warps run together.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ _CHUNK = 16  # bytes that are contiguous in every canonical layout
 def _chunks(
     descriptors: tuple[int, ...], rows: tuple[int, int], k: int, item: int, mn_major: bool
 ) -> tuple[Lanes, int]:
-    """Return indices of the 16-byte chunks of operands that are joined along K, and the largest.
+    """Return the indices of an operand's 16-byte chunks in shared memory, and the largest index.
 
-    The indices are [rows, chunks along K], or [K, chunks along the rows] for MN-major operands.
+    The operand joins the operands of all `descriptors` along K. The indices are
+    [rows, chunks along K], or [K, chunks along the rows] for MN-major operands.
+
+    Args:
+        rows: first row, and the row after the last.
+        k: K of one descriptor.
+        item: bytes of an element.
     """
     step = _CHUNK // item
     parts = []
@@ -49,7 +55,13 @@ def _chunks(
 
 
 def wgmma(gang: Gang, form: WgmmaForm, a: Any, b: Lanes, accumulate: Lanes, m: Mask) -> None:
-    """Execute wgmma.mma_async: add the rows of this gang's warps to the current group."""
+    """Execute wgmma.mma_async: add this gang's rows of the product to the current group.
+
+    Args:
+        a: indices of the registers of A, or its matrix descriptor.
+        b: matrix descriptor of B.
+        accumulate: whether the product is added to D (scale-d); if not, it overwrites D.
+    """
     if m is not gang.full:
         raise Trap("encoding", "wgmma with inactive lanes")
     gang.meet_lanes(m)
@@ -92,14 +104,14 @@ def _operand_bytes(gang: Gang, form: WgmmaForm) -> int:
 
 
 def _row_range(gang: Gang) -> tuple[int, int]:
-    """Return the first row, and the row after the last, that the gang computes in a tile."""
+    """Return the first of the 64 rows that the gang computes, and the row after the last."""
     return 16 * (gang.warps[0] % 4), 16 * (gang.warps[-1] % 4) + 16
 
 
 def _note_operand_read(
     gang: Gang, descriptor: int, rows: tuple[int, int], form: WgmmaForm, side: int, clock: Clock
 ) -> None:
-    """Report the read of an operand to the race detector."""
+    """Report the read of an operand to the race detector; `side` is 0 for A, 1 for B."""
     assert gang.race is not None
     item, mn_major = ELEMENT_BYTES[form.types[1 + side]], bool(form.major[side])
     bytes_ = elements(of_wgmma(descriptor), rows, form.k, item, mn_major)
@@ -109,7 +121,7 @@ def _note_operand_read(
 
 # ---- groups
 def wgmma_commit(gang: Gang) -> None:
-    """Execute wgmma.commit_group."""
+    """Execute wgmma.commit_group, and compute the group unless asynchronous work is delayed."""
     if gang.events is not None:
         gang.events.add("product commit", gang.line)
     if not gang.mode.late:
@@ -119,7 +131,7 @@ def wgmma_commit(gang: Gang) -> None:
 
 
 def wgmma_wait(gang: Gang, n: int) -> bool:
-    """Complete all but the n latest groups (wgmma.wait_group)."""
+    """Execute wgmma.wait_group: complete all but the n latest groups."""
     gang.meet_lanes(gang.full)
     if gang.events is not None:
         gang.events.add("product wait", gang.line, n)
@@ -132,7 +144,11 @@ def wgmma_wait(gang: Gang, n: int) -> bool:
 
 
 def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
-    """Compute the products of a group; fuse those that accumulate in the same registers."""
+    """Compute the products of a group.
+
+    Consecutive products of one form, each of which accumulates on the one before, are computed as
+    one product.
+    """
     items, group.items = group.items, []
     start = 0
     for i, (form, _, _, _) in enumerate(items):
@@ -143,7 +159,7 @@ def multiply_group(gang: Gang, group: WgmmaGroup) -> None:
 
 
 def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, bool]]) -> None:
-    """Compute products of one form as one product; each accumulates on the one before."""
+    """Compute products of one form, each of which accumulates on the one before, as one product."""
     dt, at, _ = form.types
     right = _operand(gang, tuple(x[2] for x in items), (0, form.n), form, 1)
     if form.a_in_registers:
@@ -169,7 +185,10 @@ def _fused(gang: Gang, form: WgmmaForm, items: list[tuple[WgmmaForm, Any, int, b
 def _operand(
     gang: Gang, descriptors: tuple[int, ...], rows: tuple[int, int], form: WgmmaForm, side: int
 ) -> Lanes:
-    """Read an operand from shared memory, [rows, K] float32 (float64 for 8-bit integers)."""
+    """Read an operand from shared memory: [rows, K] in float32, or float64 for 8-bit integers.
+
+    `side` is 0 for A, 1 for B. The operand joins those of all `descriptors` along K.
+    """
     kind, mn_major = form.types[1 + side], bool(form.major[side])
     item = ELEMENT_BYTES[kind]
     index, last = _chunks(descriptors, rows, form.k, item, mn_major)
@@ -181,7 +200,7 @@ def _operand(
 
 
 def _add_float(registers: list[Any], d: tuple[int, ...], o: Lanes, acc: bool) -> None:
-    """Add the rows of `o` to float32 registers, or overwrite these."""
+    """Add the rows of `o` to the float32 registers `d` if `acc` is true; else overwrite these."""
     for i, x in zip(d, o, strict=True):
         old = registers[i]
         if old.dtype == f4:

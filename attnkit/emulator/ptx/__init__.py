@@ -1,4 +1,5 @@
-"""Parse PTX, and check it without running it.
+"""Parse PTX text, and check kernels without running them.
 
-In: text. Out: kernels of decoded instructions, and findings.
+In: PTX text. Out: kernels as basic blocks of decoded instructions (`parser`, `kernel`), and
+findings, which are reports of errors (`wgmma_fences`, `cta_groups`).
 """

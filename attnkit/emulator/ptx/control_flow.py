@@ -8,7 +8,7 @@ from attnkit.emulator.ptx.kernel import PtxKernel, is_blocking
 
 
 def successors(kernel: PtxKernel, b: int) -> list[int]:
-    """Return the blocks that may follow block `b`; none after an exit."""
+    """Return the basic blocks that may follow block `b`; none after an exit."""
     last = kernel.blocks[b][-1]
     if last.parts[0] in ("ret", "exit"):
         return [b + 1] if last.pred else []
@@ -19,7 +19,10 @@ def successors(kernel: PtxKernel, b: int) -> list[int]:
 
 
 class PostDominators:
-    """Computes post-dominators of the blocks of a kernel, as bit sets."""
+    """Computes the post-dominators of each basic block of a kernel.
+
+    Post-dominators of a block are the blocks on every path from it to an exit.
+    """
 
     def __init__(self, kernel: PtxKernel) -> None:
         self.kernel = kernel
@@ -27,7 +30,7 @@ class PostDominators:
 
     @cached_property
     def _dominators(self) -> list[int]:
-        """Return for each block itself and the blocks on every path from it to an exit."""
+        """Return the post-dominators of each block, itself included, as a set of bits."""
         n = len(self.after)
         every = (1 << n) - 1
         sets = [every] * n
@@ -45,7 +48,10 @@ class PostDominators:
 
     @cached_property
     def _acting(self) -> list[bool]:
-        """Return for each block whether it, or a block reachable from it, waits or multiplies."""
+        """Return for each block whether it, or a block reachable from it, waits or multiplies.
+
+        To multiply is to execute wgmma or mma; to wait, an instruction of `is_blocking`.
+        """
         out = [
             any(is_blocking(c) or c.parts[0] in ("wgmma", "mma") for c in block)
             for block in self.kernel.blocks
@@ -59,6 +65,9 @@ class PostDominators:
         return out
 
     def parts(self, b: int) -> bool:
-        """Return whether warps that take different branches of block `b` share no more work."""
+        """Return whether warps that take different branches of block `b` share no later work.
+
+        That is: no post-dominator of `b`, and no block reachable from one, waits or multiplies.
+        """
         meeting = self._dominators[b] & ~(1 << b)
         return not any(meeting >> i & 1 and self._acting[i] for i in range(len(self.after)))

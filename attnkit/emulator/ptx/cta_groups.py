@@ -1,4 +1,4 @@
-"""Check that a kernel uses tcgen05 for single CTAs or for pairs of CTAs, not for both.
+"""Check that a kernel uses tcgen05 either for single CTAs or for pairs of CTAs.
 
 All tcgen05 instructions of a kernel must have the same .cta_group (PTX ISA, tcgen05.alloc,
 tcgen05.mma and others).
@@ -11,7 +11,7 @@ from attnkit.emulator.ptx.kernel import PtxKernel
 
 
 def mixed_cta_groups(kernel: PtxKernel) -> list[Finding]:
-    """Report the first tcgen05 instruction with another .cta_group than those before it, if any."""
+    """Report the first tcgen05 instruction whose .cta_group differs from earlier ones, if any."""
     first: tuple[str, int] | None = None
     for c in kernel.instructions():
         group = next((p for p in c.parts if p.startswith("cta_group::")), None)

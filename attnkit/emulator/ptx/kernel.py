@@ -1,4 +1,4 @@
-"""Define the result of the parser: kernels as basic blocks of decoded instructions."""
+"""Define the data classes that the parser returns: kernels as basic blocks of instructions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Names a line of the program from which the PTX was compiled (`.loc`)."""
+    """Names a source line of the program from which the PTX was compiled (`.loc`)."""
 
     file: str
     line: int
@@ -42,13 +42,13 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Instr:
-    """Holds one instruction.
+    """Holds one decoded PTX instruction.
 
     Attributes:
-        op, parts: opcode and modifiers, as one text and split at the dots.
+        op, parts: opcode and modifiers, as one string and split at the dots.
         args: operands as written, with brackets and braces.
         pred, negated: register of the guard predicate, and whether it is negated.
-        line, source: lines in the PTX and in the program.
+        line, source: line in the PTX text, and line in the program if it is known.
         inline: whether it is inline assembly, which compilers do not change.
     """
 
@@ -65,11 +65,11 @@ class Instr:
         object.__setattr__(self, "parts", tuple(self.op.split(".")))
 
     def has(self, *names: str) -> bool:
-        """Return whether any of the modifiers `names` follows the opcode."""
+        """Return whether any of `names` is among the opcode and its modifiers."""
         return any(n in self.parts for n in names)
 
     def option(self, *names: str) -> str | None:
-        """Return the first of `names` that is among the modifiers; None if none is."""
+        """Return the first modifier that is one of `names`; None if there is none."""
         return next((n for n in self.parts if n in names), None)
 
     def __str__(self) -> str:
@@ -88,7 +88,13 @@ class Param:
 
 @dataclass(frozen=True)
 class Variable:
-    """Describes a .shared, .local, .global or .const variable; size 0 is `extern .shared`."""
+    """Describes a .shared, .local, .global or .const variable.
+
+    Attributes:
+        space: state space, such as "shared".
+        align, size: in bytes; size 0 is dynamic shared memory (`extern .shared`).
+        data: bytes of the initial value; empty if there is none.
+    """
 
     name: str
     space: str
@@ -99,11 +105,15 @@ class Variable:
 
 @dataclass(eq=False)
 class PtxKernel:
-    """Holds one `.entry`.
+    """Holds one kernel of a PTX module (`.entry`).
 
     Attributes:
-        threads: threads of a CTA, if the kernel requires a number.
-        regs: size class of each register.
+        arch: target of the module, such as "sm_90a".
+        param_bytes: size of all parameters.
+        variables: variables of the module and of the kernel.
+        threads: threads of a CTA, if the kernel requires a number (.reqntid).
+        regs: size class of each register: "p" for a predicate, else a value of
+            `parser.CLASS_OF_SIZE`.
         blocks: basic blocks; `blocks[labels[l]]` starts at label l.
     """
 
@@ -122,8 +132,8 @@ class PtxKernel:
         return [i for block in self.blocks for i in block]
 
 
-# Instructions at which a warp may have to wait, or must let others run. Each is a block by itself,
-# so that it can be tried again without repeating the instructions before it.
+# Instructions at which a warp may have to wait, or must let other warps run. Each is a basic block
+# by itself, so that it can be executed again without the instructions before it.
 BLOCKING = (
     "mbarrier.try_wait",
     "mbarrier.test_wait",
@@ -151,7 +161,7 @@ BLOCKING = (
 )
 
 
-# Registers that PTX text does not name: the carry flag, and a sum with its carry.
+# Registers that have no name in PTX text: the carry flag, and a sum with its carry.
 CARRY, CARRIED = "%carry", "%carried"
 
 
@@ -161,12 +171,15 @@ def uses_carry(instr: Instr) -> bool:
 
 
 def is_blocking(instr: Instr) -> bool:
-    """Return whether `instr` may wait, and so is a block by itself."""
+    """Return whether `instr` may wait; such an instruction is a basic block by itself."""
     return instr.op.startswith(BLOCKING) or is_poll(instr)
 
 
 def is_poll(instr: Instr) -> bool:
-    """Return whether `instr` is a read of global memory on which a warp may spin."""
+    """Return whether `instr` reads global memory in a way on which a warp may spin.
+
+    Such reads are strong loads and atomic cas.
+    """
     p = instr.parts
     if p[0] == "ld":
         strong = instr.has("acquire", "relaxed", "volatile", "mmio")

@@ -1,4 +1,4 @@
-"""Parse PTX text as NVVM and inline assembly write it (PTX ISA, "Syntax")."""
+"""Parse PTX text that NVVM has written, with inline assembly in it (PTX ISA, "Syntax")."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def parse(text: str) -> dict[str, PtxKernel]:
 
 
 def _body(text: str, start: int) -> tuple[str, int]:
-    """Return the text of the function body that begins at `start`, and its end."""
+    """Return the text of the function body that begins at `start`, and the index after it."""
     depth, i = 1, start
     while depth:
         nxt = re.compile(r"[{}]").search(text, i)
@@ -88,7 +88,7 @@ def _body(text: str, start: int) -> tuple[str, int]:
 
 
 def _outside(text: str, spans: list[tuple[int, int]]) -> str:
-    """Return the text outside of the spans."""
+    """Return the text without the spans, each of which is (start, end)."""
     out, last = [], 0
     for a, b in spans:
         out.append(text[last:a])
@@ -148,7 +148,10 @@ class _Scope(NamedTuple):
 
 
 class _Body:
-    """Parses one function body; registers and labels of inner `{}` scopes get unique names."""
+    """Parses one function body, and adds its instructions and registers to a kernel.
+
+    Registers and labels of inner `{}` scopes get unique names.
+    """
 
     def __init__(self, kernel: PtxKernel, files: dict[str, str], line: int) -> None:
         self.kernel = kernel
@@ -161,7 +164,7 @@ class _Body:
         self.code: list[Instr | str] = []
 
     def read(self, body: str) -> None:
-        """Parse the statements of a body, and cut them into basic blocks."""
+        """Parse the statements of a function body, and cut them into basic blocks."""
         pos, line, seen = 0, self.first_line, 0
         while m := _TOKEN.match(body, pos):
             start = m.start(m.lastgroup or 0)
@@ -185,8 +188,8 @@ class _Body:
         _blocks(self.kernel, self.code)
 
     def _loc(self, text: str) -> None:
-        # In a scope of inline assembly, NVVM counts lines of the assembly text instead.
         """Store the source line of the next instructions."""
+        # In a scope of inline assembly, NVVM counts lines of the assembly text instead.
         if len(self.scopes) == 1:
             f, line = text.split()[:2]
             self.source = Source(self.files.get(f, f"file {f}"), int(line))
@@ -203,7 +206,7 @@ class _Body:
         return name
 
     def _statement(self, text: str, line: int) -> None:
-        """Parse an instruction or a directive."""
+        """Parse an instruction or a directive that begins at `line` of the PTX text."""
         if text.startswith("."):
             self._directive(text, line)
             return
@@ -222,7 +225,7 @@ class _Body:
         self.code.append(Instr(op, args, pred, negated, line, self.source, self.inline))
 
     def _directive(self, text: str, line: int) -> None:
-        """Parse a directive."""
+        """Parse a directive: the declaration of a register or a variable, or an inline mark."""
         if text.startswith(".inline"):
             self.inline = text.endswith("begin")
         elif text.startswith(".reg"):
@@ -236,7 +239,10 @@ class _Body:
             self.kernel.variables += (_variable(m),)
 
     def _declare(self, name: str, kind: str) -> None:
-        """Declare registers in the current scope."""
+        """Declare a register, or several (`%r<8>`), in the current scope.
+
+        `kind` is the size class (`PtxKernel.regs`).
+        """
         m = re.match(r"([%$\w]+)<(\d+)>", name)
         names = [f"{m.group(1)}{i}" for i in range(int(m.group(2)))] if m else [name]
         scope = self.scopes[-1]
@@ -247,7 +253,10 @@ class _Body:
 
 
 def _blocks(kernel: PtxKernel, code: list[Instr | str]) -> None:
-    """Cut the code at labels, branches and instructions that may wait."""
+    """Cut the code into basic blocks: at labels, after branches, around instructions that may wait.
+
+    The last block is a `ret`, for code that ends without one.
+    """
     blocks: list[list[Instr]] = []
     current: list[Instr] = []
 

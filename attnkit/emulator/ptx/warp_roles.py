@@ -1,4 +1,4 @@
-"""Name the role of a warp in reports, by the instructions that it executed."""
+"""Derive the role of a warp from the instructions that it executed, for use in reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _MARKS = (
 
 
 def _to_global(op: str) -> bool:
-    """Return whether an instruction is a bulk store."""
+    """Return whether an instruction is a bulk store from shared to global memory."""
     return ".global.shared" in op
 
 
 def role_of(kernel: PtxKernel, blocks: Iterable[int]) -> str:
-    """Describe what the executed blocks do, with the most characteristic work first."""
+    """Return a description of what the executed basic blocks do.
+
+    It names at most three kinds of work, the most characteristic first, such as "TMA load + wgmma".
+    """
     ops = {c.op for b in blocks for c in kernel.blocks[b]}
     words = [
         word

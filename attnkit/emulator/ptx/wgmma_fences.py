@@ -1,4 +1,4 @@
-"""Check for a missing wgmma.fence, which does not show when a kernel runs.
+"""Find missing wgmma.fence instructions in PTX; a run in the emulator does not show them.
 
 A warpgroup must execute wgmma.fence before its first wgmma.mma_async, and again before one whose
 registers (accumulator or A fragment) were written since. As an exception, wgmma.mma_async of the
@@ -29,14 +29,14 @@ _NO_DESTINATION: tuple[str, ...] = (
 _NO_DESTINATION += ("stmatrix", "prefetch", "setmaxnreg", "membar", "nanosleep", "griddepcontrol")
 _REGISTER = re.compile(r"%?[\w$]+(?:@\d+)?")
 State = frozenset[str]
-FIRST = "(none yet)"  # member of a state: no fence since the entry of the kernel
+FIRST = "(none yet)"  # member of a state: some path from the kernel's entry has had no fence
 
 
 def missing_fences(kernel: PtxKernel) -> list[Finding]:
-    """Report each wgmma.mma_async with registers that were written since the last wgmma.fence.
+    """Report each wgmma.mma_async that uses registers written since the last wgmma.fence.
 
-    The state is the set of accumulator and A registers that were written since the last fence, on
-    any path of the control flow.
+    This is a data-flow analysis. The state is the set of accumulator and A registers that were
+    written since the last fence, on any path of the control flow.
     """
     watched = _watched(kernel)
     if not watched:
@@ -57,7 +57,7 @@ def missing_fences(kernel: PtxKernel) -> list[Finding]:
 
 
 def _operands(c: Instr) -> tuple[set[str], set[str]]:
-    """Return (accumulators, A registers) of a wgmma.mma_async."""
+    """Return (accumulator registers, A registers) of a wgmma.mma_async."""
     d = set(_REGISTER.findall(c.args[0]))
     a = set(_REGISTER.findall(c.args[1])) if c.args[1].startswith("{") else set()
     return d, a
