@@ -1,10 +1,11 @@
 """Executes generated GPU kernels on the CPU, to test them without a GPU.
 
 In: PTX, or a compiled kernel with its host code; numpy arrays or torch CPU tensors as arguments.
-Out: the arrays as the kernel leaves them, reports of what is wrong with it (`run`, `check`), and a
-prediction of its time (`timeline`). The room knows nothing of attention. It imports numpy
-and `attnkit.errors`, needs a C compiler for host code, and only `jit` may import it.
-docs/emulator.md says what a report proves and what it does not.
+Out: the arrays as the kernel leaves them, reports of what is wrong with the kernel (`run`,
+`check`), and a prediction of its time (`timeline`). The package contains no knowledge of attention.
+It imports numpy and `attnkit.errors`, and the CuTe DSL only in functions that need it. It needs a C
+compiler for host code. Only `jit` may import it. docs/emulator.md says what a report proves and
+what it does not.
 """
 
 from __future__ import annotations

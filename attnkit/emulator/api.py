@@ -21,10 +21,11 @@ from attnkit.emulator.ptx.wgmma_fences import missing_fences
 
 @dataclass(eq=False)
 class Stream:
-    """Remembers the calls that were run one after another, for the race detector.
+    """Holds the memory accesses of successive calls, for the race detector.
 
-    A kernel that is launched as a programmatic dependent may start before the kernel before it is
-    complete. Pass the same object to `run` or `check` for calls of one CUDA stream.
+    A kernel that is launched as a programmatic dependent may start before the preceding kernel is
+    complete. Pass the same `Stream` to `run` or `check` for all calls of one CUDA stream, so that
+    race mode also reports conflicts with accesses of earlier calls.
     """
 
     races: GlobalRaces = field(default_factory=GlobalRaces)
@@ -32,10 +33,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Report:
-    """Reports what a run executed, and what is wrong with the kernel.
+    """Holds what a run executed, and what it found wrong with the kernel.
 
     Attributes:
-        findings: errors and warnings; empty if nothing is wrong with the kernel.
+        findings: errors and warnings; empty if the run found nothing wrong.
         launches: what each launch executed.
         mode, seed: mode and seed of the run, see `run`.
     """
@@ -57,7 +58,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that the emulator took for all launches."""
+        """Return the wall-clock seconds that the emulator took for all launches."""
         return sum(s.seconds for s in self.launches)
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ def run(
     recorder: Recorder | None = None,
     stream: Stream | None = None,
 ) -> Report:
-    """Call `target` with `args`: execute every launch of the call, on the arrays themselves.
+    """Execute every kernel launch of one call of `target`, in place on the arrays in `args`.
 
     Args:
         target: an `Executable` or `Ptx`.
@@ -90,13 +91,14 @@ def run(
             races by happens-before).
         seed: seed of the adversarial order.
         strict_loads: whether in race mode a tcgen05.ld completes only at tcgen05.wait::ld.
-        strict_order: whether in race mode only what the PTX ISA names gives an order, where known
-            hardware gives it sooner: to reads of other lanes of a warp only bar.warp.sync and
-            barriers (and not, for example, elect.sync), to tensor memory of several threads only
-            tcgen05.fence on both sides of their barrier.
-        limit: number of basic blocks, counted per warp, after which a launch counts as endless.
+        strict_order: whether race mode follows the PTX ISA where known hardware orders more than it
+            requires. Then reads by other lanes of a warp are ordered only by bar.warp.sync and
+            barriers (not, for example, by elect.sync). Accesses of several threads to tensor memory
+            are ordered only if tcgen05.fence is on both sides of their barrier.
         raises: whether to raise the fault that ends a kernel; if not, it is the last finding.
-        recorder: records what the warps of one cluster did, for `timeline`.
+        limit: most basic blocks, summed over all warps, that a launch may execute. A launch that
+            executes more faults with a finding of kind "runaway".
+        recorder: records the events of one cluster, as input of `timeline`.
         stream: the calls before this one, for kernels that are launched as programmatic dependents.
 
     Raises:
@@ -148,7 +150,13 @@ def run(
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Reports the runs of a check, with each finding once."""
+    """Holds the results of a check.
+
+    Attributes:
+        static: findings of the static checks.
+        runs: report of each run, in the order in which they ran.
+        differences: findings about results that are wrong or differ between runs.
+    """
 
     static: tuple[Finding, ...]
     runs: tuple[Report, ...]
@@ -184,7 +192,9 @@ def check(
     strict_order: bool = False,
     stream: Stream | None = None,
 ) -> CheckReport:
-    """Run static checks, then eager, adversarial (one a seed) and race runs from the same inputs.
+    """Run the static checks, then one eager, `seeds` adversarial and one race run.
+
+    Every run starts from the same inputs. Afterwards the arrays hold the results of the last run.
 
     Args:
         seeds: number of adversarial runs.
@@ -192,9 +202,7 @@ def check(
             None.
         deterministic: whether results must have the same bits in every run. Pass False for a kernel
             with atomics on floats.
-        strict_loads, strict_order, stream: as for `run`, in the race run.
-
-    The arrays hold the results of the last run afterwards.
+        strict_loads, strict_order, stream: as for `run`; they affect only the race run.
     """
     static = tuple(
         f for k in target.kernels.values() for f in (*missing_fences(k), *mixed_cta_groups(k))

@@ -8,20 +8,20 @@ from attnkit.errors import AttnkitError, UnsupportedError
 
 
 class EmulatorError(AttnkitError, RuntimeError):
-    """Reports an error that is not a mistake in arguments; base class of KernelFault."""
+    """Base class of errors of the emulator that are not mistakes in arguments."""
 
 
 class UnknownOpcode(UnsupportedError):
-    """Says that the PTX has an instruction, or a form of one, that is not implemented."""
+    """Reports an instruction in the PTX, or a form of one, that is not implemented."""
 
 
 class PtxError(EmulatorError):
-    """Says that a text is not PTX that the parser can read."""
+    """Reports text that the PTX parser cannot read."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Names a place in a kernel: CTA, warps, the line in the PTX and in the kernel's source."""
+    """Names a place in a kernel: CTA, warps and their role, PTX line, line of the source code."""
 
     cta: tuple[int, int, int] | None = None
     warps: tuple[int, ...] = ()
@@ -59,8 +59,10 @@ class Finding:
         kind: bounds, alignment, barrier, deadlock, descriptor, race, fence, uninitialised,
             unfinished, exited, tensor-memory, launch-control, encoding, runaway, trap, convergence
             or difference.
+        text: description of what is wrong.
         severity: "error" or "warning". A warning is something that the PTX ISA forbids but that
             works on known hardware.
+        count: how often it was found.
     """
 
     kind: str
@@ -78,7 +80,7 @@ class Finding:
 
 
 class KernelFault(EmulatorError):
-    """Ends the execution of a kernel; `.finding` says what is wrong and where."""
+    """Reports a fault that ends the execution of a kernel; `.finding` says what and where."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -88,7 +90,7 @@ class KernelFault(EmulatorError):
 class Trap(Exception):
     """Signals a fault in an operation, without its place.
 
-    `execution` adds the place and raises `KernelFault`.
+    `ScheduledGang.run` and `Cluster.release_one` catch it, add the place and raise `KernelFault`.
     """
 
     def __init__(self, kind: str, text: str) -> None:

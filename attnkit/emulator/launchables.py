@@ -23,13 +23,13 @@ Dim = tuple[int, int, int]
 
 
 class Launchable(ABC):
-    """Converts call arguments to launches of kernels; base class of what can be run.
+    """Base class of what `run` accepts; converts the arguments of a call to kernel launches.
 
     Attributes:
         ptx: the text of the device code.
         kernels: the kernels in it, by name.
         names, roles: see `describe`.
-        sms: number of SMs that the GPU reports.
+        sms: number of SMs of the emulated GPU (%nsmid).
     """
 
     ptx: str
@@ -43,10 +43,10 @@ class Launchable(ABC):
 
     @abstractmethod
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the launches that a call with these arguments makes."""
+        """Return the launches that a call with `args` makes; register its arrays in `memory`."""
 
     def generated(self, kernel: PtxKernel) -> GeneratedKernel:
-        """Return the generated code of a kernel; generate and check it at the first call."""
+        """Return the Python code generated for a kernel; generate and check it on first use."""
         if kernel.name not in self._generated:
             self._generated[kernel.name] = GeneratedKernel(kernel)
             self._generated[kernel.name].check()
@@ -58,7 +58,12 @@ class Launchable(ABC):
         names: Mapping[int, str] | None = None,
         roles: Mapping[str, Iterable[int]] | None = None,
     ) -> Launchable:
-        """Set names that reports use: of mbarriers by offset in shared memory, of warps by role."""
+        """Set names of mbarriers and warps that reports use; return this object.
+
+        Args:
+            names: name of each mbarrier, by its byte offset in shared memory.
+            roles: numbers of the warps in each role, by name of the role.
+        """
         self.names, self.roles = names or self.names, roles or self.roles
         return self
 
@@ -67,8 +72,9 @@ class Ptx(Launchable):
     """Runs a kernel from PTX text, with a launch configuration from the caller.
 
     Arguments are arrays (passed as pointers), Python ints and floats (passed in the size of the
-    parameter) and bytes (a structure or tensor map). `dependent` launches it as a programmatic
-    dependent: before griddepcontrol.wait, the kernel before it in the stream may still run.
+    parameter) and bytes (a structure or tensor map). With `dependent` the kernel is launched as a
+    programmatic dependent: the preceding kernel of the stream may still run until the kernel
+    executes griddepcontrol.wait.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Ptx(Launchable):
         self.shared = shared
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return its one launch, with the arguments packed into kernel parameters."""
+        """Return the single launch, with the arguments packed into kernel parameters."""
         params = self.kernel.params
         if len(args) != len(params):
             raise ArgumentError(f"{len(args)} arguments: the kernel has {len(params)} parameters")
@@ -138,7 +144,7 @@ class Executable(Launchable):
         self.host: HostFunction = host_function(compiled, self.kernels)
 
     def captured(self, args: Sequence[Any], memory: GlobalMemory) -> list[Captured]:
-        """Return the launches that the host code makes with these arguments."""
+        """Run the host code with these arguments, and return the launches that it makes."""
         launches = self.host.capture(pack_all(self.specs, args, memory))
         return [replace(c, kernel=self.kernels[c.kernel.name]) for c in launches]
 
@@ -146,14 +152,15 @@ class Executable(Launchable):
     def of(
         cls, text: str, code: bytes, function: str, specs: Sequence[Any], prefix: str
     ) -> Executable:
-        """Build an executable from the parts of a function that was compiled earlier.
+        """Build an executable from the stored parts of a compiled function.
 
         Args:
             text: PTX of the function.
-            code: host object, exported with symbols that begin with `prefix`.
+            code: object file of the host code, exported with symbols that begin with `prefix`.
             function: name of the function.
-            specs: its arguments, flattened: objects with the attributes of fake tensors that
-                `arguments` reads, numbers by their `kind`, a stream.
+            specs: descriptions of its arguments, flattened. A tensor is an object with the
+                attributes of a fake tensor that `host.arguments` reads, a number an object with its
+                type in `kind`, a stream an object whose type name contains "stream".
         """
         self = object.__new__(cls)
         Launchable.__init__(self, parse(text))
@@ -162,7 +169,7 @@ class Executable(Launchable):
         return self
 
     def with_ptx(self, text: str) -> Executable:
-        """Return this executable with other PTX, for studies with planted faults."""
+        """Return a copy of this executable with other PTX, to test kernels with seeded faults."""
         other = object.__new__(Executable)
         Launchable.__init__(other, parse(text))
         other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
@@ -171,7 +178,7 @@ class Executable(Launchable):
 
 
 def compile(fn: Any, *specs: Any, options: str = "", **kwargs: Any) -> Executable:
-    """Call `cute.compile(fn, *specs)` so that it keeps PTX and source lines for the emulator.
+    """Compile `fn` with `cute.compile(fn, *specs)`, and keep the PTX and its source lines.
 
     The target architecture is that of the DSL (CUTE_DSL_ARCH, or --gpu-arch in `options`).
     """

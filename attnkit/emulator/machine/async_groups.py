@@ -1,4 +1,4 @@
-"""Define groups of asynchronous operations, for which a gang or a thread still has to wait."""
+"""Define commit groups of asynchronous operations: cp.async, bulk stores and wgmma."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ Work = Callable[[], None]
 
 @dataclass(eq=False)
 class CopyGroup:
-    """Holds the copies between two commits: pending work, clocks and PTX lines.
+    """Holds the copies between two commits: a group of cp.async, or a bulk async-group.
 
-    `landings` are the clocks of what bulk stores write to global memory.
+    Attributes:
+        work: delayed copies that are not executed yet.
+        clocks: clock of each copy, if races are watched; for a bulk store that of the source read.
+        landings: clock of the write of each bulk store to global memory, if races are watched.
+        lines: PTX line of each bulk store.
     """
 
     work: list[Work] = field(default_factory=list)
@@ -26,7 +30,14 @@ class CopyGroup:
 
 @dataclass(eq=False)
 class BulkGroups:
-    """Holds the bulk async-groups of one thread; `landing`: those whose source has been read."""
+    """Holds the bulk async-groups of one thread.
+
+    Attributes:
+        current: the copies since the last commit.
+        committed: groups that no wait_group has completed.
+        landing: groups whose reads of the source are complete (wait_group.read), but whose writes
+            the thread has not waited for.
+    """
 
     current: CopyGroup = field(default_factory=CopyGroup)
     committed: list[CopyGroup] = field(default_factory=list)
@@ -35,10 +46,10 @@ class BulkGroups:
 
 @dataclass(frozen=True)
 class WgmmaForm:
-    """Describes what wgmma that follow each other must share to be computed as one product.
+    """Describes the form of a wgmma; successive wgmma of equal form are computed as one product.
 
     Attributes:
-        d: accumulator registers, by index.
+        d: indices of the accumulator registers.
         n, k: N and K of the shape m64nNkK.
         types: types of D, A and B, as PTX names them.
         scale: signs of A and B, 1 or -1.

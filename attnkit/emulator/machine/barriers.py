@@ -1,4 +1,7 @@
-"""Model mbarriers, named barriers and the cluster barrier."""
+"""Model mbarriers, named barriers and the cluster barrier.
+
+If races are watched, an arrival releases knowledge and a wait acquires it; see `knowledge`.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ class MBarrier:
         count, pending: arrivals that a phase needs, and how many of them are missing.
         line: PTX line that initialised it.
         tx: the transaction count, in bytes.
+        phase: parity of the current phase, 0 or 1.
         flips: number of phases that have completed.
-        released: knowledge of the agents that arrived in this phase, if races are watched.
-        done: knowledge that a wait for the last completed phase hands on.
-        initialised: (agent, time) of its initialisation.
+        released: knowledge that arrivals in this and earlier phases release, if races are watched.
+        done: knowledge that a wait for the last completed phase acquires.
+        initialised: (agent, time) of its initialisation, if races are watched.
     """
 
     offset: int
@@ -46,19 +50,19 @@ class MBarrier:
         self.pending = self.count
 
     def release(self, knowledge: Knowledge | None) -> None:
-        """Hand knowledge to agents that wait for this phase."""
+        """Add `knowledge` to what a wait for the current phase acquires."""
         if knowledge is not None:
             self.released = joined(self.released, knowledge)
 
     def arrive(self, n: int) -> None:
-        """Count `n` arrivals, and complete the phase if it was waiting for them alone."""
+        """Count `n` arrivals; complete the phase if it needs no more arrivals and no bytes."""
         self.pending -= n
         if self.pending < 0:
             raise Trap("barrier", f"more arrivals than expected on {self}")
         self._complete()
 
     def expect(self, tx: int) -> None:
-        """Add `tx` bytes to the transaction count; a negative number completes bytes."""
+        """Add `tx` bytes to the transaction count (expect-tx); negative bytes are a complete-tx."""
         self.tx += tx
         if not -MAX_TX <= self.tx <= MAX_TX:
             raise Trap("barrier", f"transaction count out of range on {self}")
@@ -81,7 +85,15 @@ class MBarrier:
 
 @dataclass(eq=False)
 class NamedBarrier:
-    """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar), which counts whole warps."""
+    """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar), which counts whole warps.
+
+    Attributes:
+        threads: number of threads that the current generation expects.
+        arrived: number of threads that have arrived in the current generation.
+        generation: number of times that the barrier has completed.
+        waiting: numbers of the warps that have arrived in the current generation.
+        clocks: knowledge that arrivals release, by generation, if races are watched.
+    """
 
     number: int
     threads: int = 0
@@ -92,7 +104,7 @@ class NamedBarrier:
     clocks: dict[int, Knowledge] = field(default_factory=dict)
 
     def arrive(self, lanes: int, threads: int, warps: tuple[int, ...]) -> bool:
-        """Count `lanes` of `threads` expected threads; return whether the barrier completes."""
+        """Count `lanes` of `threads` expected arrivals; return whether the barrier completes."""
         if threads % 32 or threads <= 0:
             raise Trap("barrier", f"barrier {self.number}: {threads} threads is no multiple of 32")
         if self.arrived and self.threads != threads:
@@ -113,7 +125,7 @@ class NamedBarrier:
         return False
 
     def release(self, knowledge: Knowledge | None) -> None:
-        """Hand knowledge to agents that wait for this generation."""
+        """Add `knowledge` to what a wait for the current generation acquires."""
         if knowledge is not None:
             accumulate(self.clocks, self.generation, knowledge)
 
@@ -127,7 +139,14 @@ class NamedBarrier:
 
 @dataclass(eq=False)
 class ClusterBarrier:
-    """Models barrier.cluster (PTX ISA) over all warps of a cluster."""
+    """Models barrier.cluster (PTX ISA), at which all warps of a cluster arrive.
+
+    Attributes:
+        warps: number of warps of the cluster.
+        arrived: number of warps that have arrived in the current generation.
+        generation: number of times that the barrier has completed.
+        clocks: knowledge that arrivals release, by generation, if races are watched.
+    """
 
     warps: int
     arrived: int = 0
@@ -135,7 +154,7 @@ class ClusterBarrier:
     clocks: dict[int, Knowledge] = field(default_factory=dict)
 
     def arrive(self, n: int) -> None:
-        """Count the arrival of `n` warps."""
+        """Count the arrival of `n` warps; complete the barrier if all have arrived."""
         self.arrived += n
         if self.arrived == self.warps:
             self.arrived = 0
@@ -145,7 +164,7 @@ class ClusterBarrier:
 
 
 def accumulate(clocks: dict[int, Knowledge], generation: int, knowledge: Knowledge) -> None:
-    """Add to what a barrier hands on for one of its generations."""
+    """Add `knowledge` to what a wait for generation `generation` of a barrier acquires."""
     both = joined(clocks.get(generation), knowledge)
     assert both is not None
     clocks[generation] = both

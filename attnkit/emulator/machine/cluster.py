@@ -21,18 +21,18 @@ from attnkit.emulator.numerics.formats import Lanes, u1
 
 
 class Issuer(Protocol):
-    """Represents the warps that started an asynchronous operation."""
+    """Represents the warps that issued an asynchronous operation."""
 
     cta: Cta
     line: int
 
     def fault(self, trap: Trap, line: int) -> KernelFault:
-        """Return the fault to raise for an operation that these warps started at a PTX line."""
+        """Return the fault to raise for an operation that these warps issued at a PTX line."""
         ...
 
 
 class Pending(NamedTuple):
-    """Holds an asynchronous operation that was delayed; PTX `line` started it."""
+    """Holds a delayed asynchronous operation, which PTX line `line` issued."""
 
     work: Work
     issuer: Issuer
@@ -40,15 +40,16 @@ class Pending(NamedTuple):
 
 
 class Cluster:
-    """Holds the CTAs that run together, and the queues of their unfinished asynchronous work.
+    """Holds the CTAs of a cluster, and the queues of their unfinished asynchronous work.
 
     Attributes:
         ids: position of each CTA in the grid, by rank.
-        events: number of changes for which a warp may have been waiting.
-        ticks: value of %clock.
-        actor: rank of the CTA that acts now.
-        queues: delayed work, by unit.
-        work: FLOP or bytes of each unit.
+        events: number of changes of state that may end the wait of a warp.
+        ticks: value of %clock, the number of times that it was read.
+        actor: rank of the CTA whose warps or asynchronous work are being executed.
+        queues: delayed work, by the unit that executes it.
+        work: FLOP or bytes that each unit has executed.
+        race: the race detector of shared and tensor memory, if races are watched.
     """
 
     def __init__(self, launch: Launch, ids: list[tuple[int, int, int]], rng: random.Random) -> None:
@@ -78,7 +79,10 @@ class Cluster:
 
     # ---- asynchronous work
     def submit(self, unit: str, work: Work, issuer: Issuer) -> None:
-        """Run `work` now or delay it. Delayed tcgen05 work runs in order, other work in any."""
+        """Run `work` now, or delay it in the adversarial mode.
+
+        Delayed work of a tcgen05 unit runs in the order of issue, other work in any order.
+        """
         mode = self.launch.mode
         if mode.late and (self.queues[unit] or self.rng.random() >= mode.prompt):
             self.queues[unit].append(Pending(work, issuer, issuer.line))
@@ -91,7 +95,7 @@ class Cluster:
         self.work[unit] += amount
 
     def release_one(self) -> bool:
-        """Complete one delayed asynchronous operation; return False if there is none."""
+        """Complete one delayed asynchronous operation, at random; return False if there is none."""
         ready = [name for name, q in self.queues.items() if q]
         if not ready:
             return False
@@ -112,8 +116,8 @@ class Cluster:
     def reached(self, rank: int) -> Cta:
         """Return the CTA of `rank`, for an access to its shared memory; fault if it has exited.
 
-        Other CTAs may access shared memory only while its CTA runs (PTX ISA, "Shared State Space"
-        and barrier.cluster).
+        A CTA may access the shared memory of another CTA only while that CTA runs (PTX ISA, "Shared
+        State Space" and barrier.cluster).
         """
         cta = self.ctas[rank]
         if rank != self.actor and not cta.alive:
@@ -146,7 +150,7 @@ class Cluster:
             self.race.write(i, clock, generic=generic, line=line)
 
     def read_shared(self, address: int, size: int, clock: Clock | None, line: int) -> Lanes:
-        """Return a copy of bytes of the shared memory of any CTA of the cluster."""
+        """Return a copy of `size` bytes of the shared memory of any CTA of the cluster."""
         cta, off = self._at(address, size)
         if clock is not None and self.race is not None:
             i = self.race.shared(cta.rank, off, size)
@@ -154,7 +158,10 @@ class Cluster:
         return cta.smem[off : off + size].copy()
 
     def _chunks(self, address: int, tm: TensorMap) -> tuple[Cta, Lanes]:
-        """Return the CTA, and the indices of the 16-byte chunks that a box fills, in order."""
+        """Return the CTA, and the index in its shared memory of each 16-byte chunk of a box.
+
+        The chunks are in the order of the dense box; the indices include the swizzle.
+        """
         need = 128 if tm.swizzle or tm.item else 16
         if address & (need - 1):
             raise Trap("alignment", f"TMA box at shared address {address:#x}: {need} bytes needed")
@@ -165,7 +172,7 @@ class Cluster:
     def write_swizzled(
         self, address: int, data: Lanes, tm: TensorMap, clock: Clock | None, line: int
     ) -> None:
-        """Write a dense box of a tensor map to shared memory, with its swizzle."""
+        """Write a dense box of a tensor map to shared memory, with the swizzle of the map."""
         cta, i = self._chunks(address, tm)
         cta.view(u1, 16)[i] = data.reshape(-1, 16)
         if clock is not None and self.race is not None:
@@ -173,14 +180,14 @@ class Cluster:
             self.race.write(g, clock, generic=False, line=line)
 
     def read_swizzled(self, address: int, tm: TensorMap) -> Lanes:
-        """Return the bytes of a box of a tensor map, without its swizzle."""
+        """Return a box of a tensor map from shared memory as dense bytes, without the swizzle."""
         cta, i = self._chunks(address, tm)
         return cta.view(u1, 16)[i].reshape(-1)
 
     def note_swizzled_read(
         self, address: int, tm: TensorMap, box: Box, clock: Clock, line: int
     ) -> None:
-        """Report to the race detector that a box was read, as far as it is inside the tensor."""
+        """Report the read of a box to the race detector, except its part outside the tensor."""
         assert self.race is not None
         cta, i = self._chunks(address, tm)
         byte = (16 * i[:, None] + np.arange(16)).reshape((*tm.box[::-1], tm.item))
@@ -199,12 +206,15 @@ class Cluster:
         return b
 
     def complete_tx(self, address: int, size: int, clock: Clock | None) -> None:
-        """Complete `size` bytes of a copy on the mbarrier at `address`."""
+        """Execute complete-tx of `size` bytes on the mbarrier at `address`.
+
+        Waiters for its phase acquire the knowledge of `clock`, the clock of the copy.
+        """
         b = self.mbarrier(address)
         b.release(clock.knows if clock is not None else None)
         b.expect(-size)
 
     def release_cluster(self, knowledge: Knowledge | None) -> None:
-        """Hand knowledge to agents that wait at the cluster barrier."""
+        """Add `knowledge` to what waiters acquire in this generation of the cluster barrier."""
         if knowledge is not None:
             accumulate(self.barrier.clocks, self.barrier.generation, knowledge)

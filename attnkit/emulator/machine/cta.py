@@ -26,11 +26,13 @@ class Cta:
 
     Attributes:
         ctaid, rank: its position in the grid, and in its cluster.
-        smem: shared memory, one byte an element.
+        threads_in_warps: number of threads, rounded up to whole warps.
+        smem: shared memory, one element for each byte.
         local: local memory [threads of whole warps, bytes].
         mbarriers, named: mbarriers by address, and named barriers by number.
         bulk: bulk async-groups by thread.
-        refused: whether the CTA has seen that a request for another cluster failed.
+        refused: whether clusterlaunchcontrol.query_cancel has told a thread of the CTA that a
+            request for another cluster failed.
         products: number of wgmma that each warp has executed.
         exited: number of threads that have exited.
     """
@@ -62,7 +64,7 @@ class Cta:
         return self.exited < self.threads
 
     def view(self, dtype: Any, n: int) -> Lanes:
-        """Return shared memory as items of `dtype`, in rows of n if n > 1."""
+        """Return a view of shared memory as items of `dtype`, in rows of n if n > 1."""
         key = (dtype, n)
         if key not in self._views:
             v = self.smem.view(dtype)
@@ -102,9 +104,9 @@ class Cta:
         return self._maps[address]
 
     def barrier_name(self, offset: int, line: int) -> str:
-        """Return a name for the mbarrier at `offset`, which a PTX line initialised.
+        """Return a name for the mbarrier at `offset`, which PTX line `line` initialised.
 
-        It is the name that `describe` set, or the one in the kernel's source.
+        `Launchable.describe` may set the name; otherwise it comes from the kernel's source.
         """
         name = self.launch.names.get(offset)
         if name is not None:
@@ -116,9 +118,10 @@ class Cta:
         )
 
     def clc_words(self, ctaid: tuple[int, int, int] | None) -> bytes:
-        """Encode a response of clusterlaunchcontrol.try_cancel, which is opaque to programs.
+        """Encode a response of clusterlaunchcontrol.try_cancel; `ctaid` is None if it failed.
 
-        The numbers in a refusal are undefined, so it has numbers that no grid has.
+        The encoding is opaque to PTX programs. The first CTA in a failed response is undefined, so
+        the response has a CTA that is in no grid.
         """
         x, y, z = ctaid or (UNDEFINED, UNDEFINED, UNDEFINED)
         return struct.pack("<4I", x, y, z, 1 if ctaid else 0)

@@ -1,7 +1,7 @@
-"""Record what the warps of one cluster did, in order, as input of the timeline.
+"""Record the events of the warps of one cluster, in program order, as input of the timeline.
 
 Events are recorded only if the launch has a recorder. They refer to barriers by object and phase,
-so that a replay knows what waits for what, in whatever order the emulator ran it.
+so that a replay knows which arrivals end a wait, whatever the order in which the emulator ran them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Kind = Literal[
     "load",  # bulk copy to shared memory; amount: bytes; phase: the phase that it completes
     "store",  # bulk copy from shared memory; amount: bytes
     "store commit",
-    "store wait",  # for all but the latest groups; amount: how many those are
-    "product",  # of a warpgroup; amount: FLOP; what: whether A is in registers, operand bytes
+    "store wait",  # wait for all but the latest groups; amount: number of the latest groups
+    "product",  # wgmma; amount: FLOP; what: whether A is in registers, operand bytes
     "product commit",
-    "product wait",  # for all but the latest groups; amount: how many those are
+    "product wait",  # wait for all but the latest groups; amount: number of the latest groups
     "tensor product",  # into tensor memory; amount: FLOP; what: number of CTAs, operand bytes
-    "tensor commit",  # arrives at a phase of a barrier once earlier products are complete
+    "tensor commit",  # arrival at a phase of a barrier when earlier tensor products are complete
 ]
 
 
 class Event(NamedTuple):
-    """Records one event at a PTX line.
+    """Describes one event at a PTX line.
 
     `what` is a barrier unless `Kind` says otherwise; `phase` is a phase of that barrier.
     """
@@ -42,13 +42,16 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class Stream:
-    """Holds the events of warps that run together. A stream may branch off from another one."""
+    """Holds the events of warps that run in lockstep.
+
+    `parent` is the stream of the gang from which these warps split off, or None.
+    """
 
     cta: tuple[int, int, int]
     rank: int
     warps: tuple[int, ...]
     parent: Stream | None = None
-    start: int = 0  # number of the parent's events that come before
+    start: int = 0  # number of the parent's events before the split
     events: list[Event] = field(default_factory=list)
 
     def add(
@@ -66,9 +69,9 @@ class Recorder:
     """Records the streams of one cluster in one launch of a call.
 
     Attributes:
-        cta: a CTA; its cluster is recorded.
-        launch: index of the launch within the call.
-        kernel: kernel of that launch, once it has run.
+        cta: position in the grid of a CTA of the cluster to record.
+        launch: index of the launch to record within the call.
+        kernel: kernel of that launch; None until the launch starts.
         streams: the streams that were recorded.
     """
 

@@ -1,4 +1,4 @@
-"""Model a gang: warps of one CTA that run in lockstep, as instructions see them.
+"""Model a gang: warps of one CTA that run in lockstep, with the state that instructions use.
 
 The term comes from the ISPC compiler. Registers are vectors with one element per thread of the gang
 (32, 64, 96 or 128); instructions work on all elements at once.
@@ -33,23 +33,25 @@ class Gang:
         R: registers, each a vector of lanes.
         full: mask of all lanes; every mask of all lanes is this object.
         line: PTX line that is being executed.
-        seen: basic blocks that were executed.
-        why: description of what the gang waits for.
-        yielded: whether it lets others run before it continues.
-        polling: whether it keeps testing what only others can change.
-        groups: mask of each group of lanes, by the block that it runs next. Lanes that have exited
-            are in no group.
-        lane_waits: lanes that wait at bar.warp.sync, by block.
-        lanes_released: lanes whose wait at bar.warp.sync is over, by block.
-        leaving: lanes of warps that must leave the gang before its block can run, or None.
+        seen: indices of the basic blocks that these warps have executed.
+        why: description of what the gang waits for, for reports.
+        yielded: whether the gang ends its turn, so that other gangs run before it continues.
+        polling: whether a test or load in this turn has to be repeated until others change memory
+            or a barrier.
+        groups: mask of the lanes that execute each basic block next, by its index. Lanes that have
+            exited are in no group.
+        lane_waits: lanes that wait at bar.warp.sync, by basic block.
+        lanes_released: lanes whose wait at bar.warp.sync is over, by basic block.
+        leaving: lanes of warps that must leave the gang before its basic block can run, or None.
         race, clock: the race detector and the gang's clock, if races are watched.
         events: stream that records events; None if there is no recorder.
-        bar_waits: (number, generation) of the named barrier at which a block waits, by block.
-        cluster_wait_for: phase of the cluster barrier at which it arrived, or -1.
-        last_polls: values that a block which polls global memory last read, by block.
+        bar_waits: (number, generation) of the named barrier at which lanes wait, by basic block.
+        cluster_wait_for: generation of the cluster barrier in which it arrived without a wait so
+            far, or -1.
+        last_polls: bytes that the last poll of global memory read, by basic block.
         cp_current, cp_groups: cp.async since the last commit, and committed groups.
         wgmma_current, wgmma_groups: the same for wgmma.
-        st_pending: tcgen05.st that were delayed.
+        st_pending: delayed tcgen05.st.
         tmem_clocks: clock of the last tcgen05.ld (False) and tcgen05.st (True).
     """
 
@@ -87,7 +89,7 @@ class Gang:
         self._set_special_registers()
 
     def _set_special_registers(self) -> None:
-        """Fill the special registers of PTX, as vectors of lanes."""
+        """Set the special registers of PTX, as vectors of lanes."""
         n, cta, launch = self.width, self.cta, self.launch
         one = np.arange(32, dtype=u4)
         self.lane = np.tile(one, len(self.warps))
@@ -140,7 +142,7 @@ class Gang:
         return out
 
     def narrowed(self, m: Mask, p: Lanes) -> Mask | None:
-        """Return `m & p`; None if it has no lane, the object `full` if it has all."""
+        """Return `m & p`; None if no lane is in it, the object `full` if all lanes are."""
         n = np.count_nonzero(p)
         if m is self.full and n == self.width:
             return m
@@ -156,7 +158,7 @@ class Gang:
         return f"warp {self.cta.rank}.{self.warps[0]}"
 
     def single(self, m: Mask) -> int | None:
-        """Return the lane if one lane of one warp is active, else None."""
+        """Return the number of the active lane in its warp; None if several lanes are active."""
         if m is self.full or np.count_nonzero(m) > 1:
             return None
         return int(self.lane[m.argmax()])
@@ -167,7 +169,7 @@ class Gang:
         Args:
             unit: name of the unit that executes it.
             ordered: whether it runs after earlier operations of its unit.
-            m: the lanes that issue it; None: the warp as one.
+            m: the lanes that issue it; None if the whole warp issues it.
         """
         if self.race is None or self.clock is None:
             return None
@@ -175,18 +177,23 @@ class Gang:
         return self.race.issue(self.clock, unit, self.line, ordered=ordered, lane=lane)
 
     def meet_lanes(self, m: Mask) -> None:
-        """Record an instruction for which all lanes of a warp wait, if races are watched."""
+        """Record an instruction at which all lanes of a warp wait for each other.
+
+        It orders their earlier reads before later accesses. It has no effect if races are not
+        watched, with `strict_order`, or if a lane of the gang that has not exited is not in `m`.
+        """
         if self.clock is None or self.race is None or self.race.strict_order:
             return
         if m is self.full or (m == self.alive()).all():
             self.clock.meet_lanes()
 
     def handed_on(self, m: Mask, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
-        """Return what an arrival of the lanes `m` hands on, if races are watched.
+        """Return the knowledge that an arrival of the lanes `m` releases, if races are watched.
 
         Args:
-            relaxed: whether it hands on only what was known at the last fence.
-            scope: scope that a fence must have had for that.
+            relaxed: whether the arrival is relaxed; it then releases only what the gang knew at its
+                last fence.
+            scope: smallest scope that this fence must have had.
         """
         if self.clock is None:
             return None
@@ -194,7 +201,7 @@ class Gang:
 
     # ---- reports
     def place(self, line: int) -> Place:
-        """Return the place in the kernel at which this gang is, for a report."""
+        """Return the place of a PTX line, with CTA, warps and role of this gang, for a report."""
         launch = self.launch
         role = launch.role(self.warps) or role_of(launch.kernel, self.seen)
         return Place(self.cta.ctaid, self.warps, role, line, launch.source(line))

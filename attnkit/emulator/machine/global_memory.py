@@ -1,4 +1,4 @@
-"""Model global memory: only the caller's arrays, at their real addresses."""
+"""Model global memory: the caller's arrays and the kernel's variables, at their host addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from attnkit.errors import ArgumentError
 class Buffer:
     """Holds one range of global memory.
 
-    `written` marks the bytes that have a defined value; None if that is not tracked.
+    `written` is true for bytes that have a defined value; None if that is not tracked. `views` are
+    the results of `view`, by dtype.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Buffer:
         return self.base + self.data.size
 
     def view(self, dtype: Any) -> Lanes:
-        """Return the bytes as items of `dtype`."""
+        """Return a view of the bytes as items of `dtype`, without an incomplete item at the end."""
         if dtype not in self.views:
             size = np.dtype(dtype).itemsize
             self.views[dtype] = self.data[: self.data.size // size * size].view(dtype)
@@ -41,7 +42,7 @@ class Buffer:
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """Return (address, bytes) that a numpy array or a torch CPU tensor spans."""
+    """Return the address and the size in bytes of what a numpy array or a torch tensor spans."""
     if isinstance(array, np.ndarray):
         address, shape = array.__array_interface__["data"][0], array.shape
         strides: Sequence[int] = array.strides
@@ -86,7 +87,7 @@ class GlobalMemory:
         return address
 
     def find(self, lo: int, hi: int) -> Buffer:
-        """Return the buffer that contains the bytes [lo, hi); fault if none does."""
+        """Return the buffer that contains the addresses [lo, hi); fault if none does."""
         for b in self.buffers:
             if b.base <= lo and hi <= b.end:
                 return b
@@ -94,7 +95,7 @@ class GlobalMemory:
         raise Trap("bounds", f"global access [{lo:#x}, {hi:#x}) is in no argument: {near}")
 
     def check_defined(self, b: Buffer, lo: Any, size: int) -> None:
-        """Fault if any byte of [lo, lo + size) was never written; lo: one offset, or a vector."""
+        """Fault if a byte of [lo, lo + size) of `b` is undefined; `lo`: one offset, or a vector."""
         if (
             b.written is not None
             and not b.written[np.asarray(lo)[..., None] + np.arange(size)].all()
@@ -102,13 +103,13 @@ class GlobalMemory:
             raise Trap("uninitialised", f"read of {b.name} before anything was written there")
 
     def mark(self, b: Buffer, lo: Any, size: int) -> None:
-        """Mark the bytes [lo, lo + size) as written."""
+        """Mark the bytes [lo, lo + size) of `b` as defined; `lo`: one offset, or a vector."""
         if b.written is not None:
             b.written[(np.asarray(lo)[..., None] + np.arange(size)).ravel()] = True
 
 
 def arrays(args: Sequence[Any]) -> list[Any]:
-    """Return the arrays among the arguments of a run, also those in sequences and outputs."""
+    """Return the arrays among the arguments of a run, also those in sequences and `Undefined`."""
     out: list[Any] = []
     for a in args:
         if isinstance(a, list | tuple):
@@ -126,7 +127,7 @@ def snapshot(args: Sequence[Any]) -> list[Lanes]:
 
 
 def restore(args: Sequence[Any], saved: Sequence[Lanes]) -> None:
-    """Restore the bytes of a snapshot."""
+    """Copy the bytes of a snapshot back to the arrays among `args`."""
     for a, data in zip(arrays(args), saved, strict=True):
         _bytes(a)[:] = data
 

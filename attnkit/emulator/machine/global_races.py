@@ -1,11 +1,15 @@
 """Detect races on global memory, between the warps, CTAs and kernels of a call.
 
-Memory is tracked in granules of 2 bytes (1 if the kernel has smaller stores). An access is ordered
-after an earlier one of the same cluster as `knowledge` says. Between clusters, order comes from a
-release of one and an acquire of another at the same address, both of a scope that includes the
-other thread (PTX ISA, "Release and Acquire Patterns" and "Scope"). Between kernels it comes from the
-stream, or from griddepcontrol.wait if the later kernel was launched as a programmatic dependent.
-Accesses that are both strong, or atomic, do not race.
+Memory is tracked in granules of 2 bytes (1 if the kernel has smaller stores). Two accesses of the
+same granule, at least one of them a write, race if neither happens before the other:
+
+- Within a cluster, the vector clocks of `knowledge` order accesses.
+- Between clusters, a release by one and an acquire by the other at the same address order them, if
+  the scope of both includes the other thread (PTX ISA, "Release and Acquire Patterns" and "Scope").
+- Between kernels, the stream orders them, or griddepcontrol.wait if the later kernel was launched
+  as a programmatic dependent.
+
+Two accesses that are both strong (or atomic) do not race.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ from attnkit.emulator.machine.knowledge import (
     joined,
 )
 
-# Columns of a record of an access; the number of the cluster is one more, and 0 if there was none.
+# Columns of an access record. WHO_CLUSTER is the number of the cluster plus 1; 0 means no access.
 WHO_CLUSTER, WHO_AGENT, TIME, KIND, LINE = range(5)
 COLUMNS = 5
-_JOINED = 4096  # results of `GlobalRaces._with` that are kept
+_JOINED = 4096  # most results of `GlobalRaces._with` that are cached
 GENERIC, STRONG = 1, 2  # bits of KIND
 Rows = NDArray[np.int32]
 
@@ -46,29 +50,29 @@ class Place(Protocol):
 
 
 class Accessor(Protocol):
-    """Represents the warp that accesses memory, or that issued an asynchronous operation."""
+    """Represents the warp that accesses memory or issued an asynchronous operation."""
 
     line: int
     clock: Clock | None
 
     @property
     def cta(self) -> Place:
-        """Return its CTA."""
+        """Return the CTA of the warp."""
         ...
 
     def handed_on(self, m: Any, relaxed: bool = False, scope: int = CLUSTER) -> Knowledge | None:
-        """Return what an arrival of the lanes `m` hands on."""
+        """Return the knowledge that a release by the lanes `m` passes on; see `Gang.handed_on`."""
         ...
 
 
 class Access(NamedTuple):
-    """Describes who accesses memory, and how.
+    """Describes an access: the agent that makes it, and its kind.
 
     Attributes:
-        gang: the warp that makes the access, or issued it.
-        who: clock of the agent.
-        agent: number of the agent.
-        kind: bits GENERIC and STRONG.
+        gang: the warp that makes the access, or issued the asynchronous operation that does.
+        who: clock of the warp or asynchronous operation.
+        agent: number of the agent that makes the access.
+        kind: bits GENERIC (generic proxy) and STRONG (a strong access or an atomic).
     """
 
     gang: Accessor
@@ -78,13 +82,13 @@ class Access(NamedTuple):
 
     @property
     def row(self) -> tuple[int, ...]:
-        """Return the record of the access."""
+        """Return the access record, in the order of the columns."""
         return (self.who.knows.cluster + 1, self.agent, self.who.now, self.kind, self.gang.line)
 
 
 @dataclass(eq=False)
 class Shadow:
-    """Holds the last write and the last read of each granule of a buffer."""
+    """Holds the records of the last write and the last read of each granule of a buffer."""
 
     name: str
     first: int  # address of the first granule, in granules
@@ -94,7 +98,13 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Released:
-    """Holds what a strong store hands on, by the scope that a reader needs to receive it."""
+    """Holds the knowledge that a strong store releases.
+
+    Attributes:
+        cluster, rank: cluster of the store, and rank of its CTA.
+        by_scope: knowledge that an acquire gets, by the smallest scope that includes both threads;
+            shorter if the scope of the store is smaller.
+    """
 
     cluster: int
     rank: int
@@ -103,7 +113,15 @@ class Released:
 
 @dataclass(frozen=True)
 class GlobalConflict:
-    """Describes two accesses of global memory without an order."""
+    """Describes a finding about an access of global memory and an earlier one.
+
+    Attributes:
+        kind: kind of the finding, "race" or "fence".
+        first, second: (name of the agent, PTX line) of the earlier and of the later access; the
+            first line is 0 if an earlier kernel made the access.
+        cta: position of the CTA of the later access.
+        where: name of the buffer, and byte offset in it.
+    """
 
     kind: str
     text: str
@@ -119,7 +137,7 @@ class Kernel:
 
     Attributes:
         concurrent: numbers of earlier kernels that may still run when this one starts.
-        waited: whether a thread has executed griddepcontrol.wait.
+        waited: whether any thread of it has executed griddepcontrol.wait.
     """
 
     concurrent: frozenset[int] = frozenset()
@@ -128,14 +146,18 @@ class Kernel:
 
 @dataclass(eq=False)
 class GlobalRaces:
-    """Holds the shadow of global memory for the kernels of a stream.
+    """Detects races on global memory in the kernels of a stream; holds their access records.
+
+    Clusters and kernels are numbered in the order in which they start in the stream.
 
     Attributes:
         grain: bytes of a granule.
-        kernels: the kernels so far; the last one runs.
-        names: name of each agent of a cluster, and its CTAs, by number of the cluster; of this call.
+        kernels: the kernels so far; the last one is running.
+        names: (names of agents, positions of CTAs) of each cluster of this call, by its number.
         kernel_of: number of the kernel of each cluster.
-        released: what strong stores hand on, by address.
+        released: knowledge that strong stores release, by address.
+        conflicts: findings, by text and the PTX lines of the two accesses.
+        counts: how often each conflict was found.
     """
 
     grain: int = 2
@@ -154,11 +176,12 @@ class GlobalRaces:
 
     # ---- kernels and clusters
     def begin_call(self, memory: GlobalMemory, grain: int) -> None:
-        """Begin a call on the arrays of `memory`; accesses of the last call are kept.
+        """Begin a call on the arrays of `memory`; keep the access records of earlier calls.
 
         Args:
             memory: the arrays.
-            grain: bytes of a granule; with another than before, accesses are not kept.
+            grain: bytes of a granule. If it differs from that of the last call, the records of
+                earlier calls are dropped.
         """
         self._past = list(self._shadows.values()) if grain == self.grain else []
         self.grain = grain
@@ -169,7 +192,7 @@ class GlobalRaces:
         self.names = {}
 
     def begin_kernel(self, dependent: bool) -> None:
-        """Begin a kernel; `dependent`: it may start before the kernel before it is complete."""
+        """Begin a kernel; a dependent one may start before the preceding kernel is complete."""
         n = len(self.kernels)
         concurrent: frozenset[int] = frozenset()
         if dependent and n:
@@ -178,7 +201,7 @@ class GlobalRaces:
         self.kernels.append(Kernel(concurrent))
 
     def waited(self) -> None:
-        """Record that a thread of the kernel has executed griddepcontrol.wait."""
+        """Record that a thread of the running kernel has executed griddepcontrol.wait."""
         self.kernels[-1].waited = True
 
     @property
@@ -192,20 +215,20 @@ class GlobalRaces:
         self.kernel_of.append(len(self.kernels) - 1)
 
     def _unfinished(self, who: Clock) -> frozenset[int]:
-        """Return the kernels that may still run, for all that an agent knows."""
+        """Return the earlier kernels that are not complete, as far as `who` knows."""
         kernel = self.kernels[-1]
         if not who.knows.grids:
             return kernel.concurrent
-        # The kernel before this one is complete, and so is what it waited for.
+        # The preceding kernel is complete. So are its predecessors if it waited for them.
         last = self.kernels[-2] if len(self.kernels) > 1 else None
         return frozenset() if last is None or last.waited else last.concurrent
 
     # ---- accesses
     def _shadow(self, b: Buffer) -> Shadow:
-        """Return the shadow of a buffer; a new one has the accesses of earlier calls."""
+        """Return the shadow of a buffer; a new shadow starts with the records of earlier calls."""
         if b.base not in self._shadows:
             first, last = b.base // self.grain, -(-b.end // self.grain)
-            # zeros, so that what no kernel touches takes no memory
+            # np.zeros, so that pages which no kernel accesses take no memory
             writes, reads = (np.zeros((last - first, COLUMNS), np.int32) for _ in range(2))
             shadow = Shadow(b.name, first, writes, reads)
             for old in self._past:
@@ -221,20 +244,28 @@ class GlobalRaces:
         return self._shadows[b.base]
 
     def index(self, b: Buffer, offsets: Any, size: int) -> tuple[Shadow, NDArray[np.int64]]:
-        """Return the shadow, and the granules of `size` bytes at each byte offset into `b`."""
+        """Return the shadow of `b`, and the granules of `size` bytes at each byte offset."""
         shadow = self._shadow(b)
         first = (b.base + np.asarray(offsets, np.int64)) // self.grain - shadow.first
         n = -(-size // self.grain)
         return shadow, (first[..., None] + np.arange(n)).ravel()
 
     def read(self, at: tuple[Shadow, Any], access: Access) -> None:
-        """Record a read of what `index` returned, and report it if it is not ordered."""
+        """Record a read; report it if it is not ordered after the last write.
+
+        Args:
+            at: shadow and granules, from `index`.
+            access: the agent that reads, and the kind of the access.
+        """
         shadow, i = at
         self._check(at, shadow.writes[i], access, "read not ordered after write")
         shadow.reads[i] = access.row
 
     def write(self, at: tuple[Shadow, Any], access: Access) -> None:
-        """Record a write, as `read`."""
+        """Record a write; report it if it is not ordered after the last write and the last read.
+
+        Arguments are those of `read`.
+        """
         shadow, i = at
         text = "write not ordered after {}"
         self._check(at, shadow.writes[i], access, text.format("write"))
@@ -242,7 +273,7 @@ class GlobalRaces:
         shadow.writes[i] = access.row
 
     def check_constant(self, at: tuple[Shadow, Any], access: Access) -> None:
-        """Report an ld.global.nc of what a thread of the same kernel has written."""
+        """Report an ld.global.nc of memory that a thread of the same kernel has written."""
         shadow, i = at
         rows = shadow.writes[i]
         here = [c + 1 for c, k in enumerate(self.kernel_of) if k == len(self.kernels) - 1]
@@ -252,7 +283,14 @@ class GlobalRaces:
             self._note("race", text, at, rows, bad, access)
 
     def _check(self, at: tuple[Shadow, Any], rows: Rows, access: Access, text: str) -> None:
-        """Report accesses in `rows`, the records of `at`, that are not ordered before another."""
+        """Report `access` if an earlier access is not ordered before it, or lacks a proxy fence.
+
+        Args:
+            at: shadow and granules of the access.
+            rows: records of the earlier accesses to these granules, all reads or all writes.
+            access: the later access.
+            text: text of the finding.
+        """
         bad, unseen = self._unordered(rows, access.who)
         if access.kind & STRONG:
             weak = rows[:, KIND] & STRONG == 0
@@ -269,7 +307,7 @@ class GlobalRaces:
             self._note("fence", why, at, rows, unseen, access)
 
     def _unordered(self, rows: Rows, who: Clock) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return which accesses are not ordered before `who`, and which no proxy fence covers."""
+        """Return two masks of `rows`: not ordered before `who`, not covered by a proxy fence."""
         unfinished: frozenset[int] | None = None
         bad = np.zeros(len(rows), bool)
         unseen = np.zeros(len(rows), bool)
@@ -301,7 +339,7 @@ class GlobalRaces:
         bad: NDArray[Any],
         access: Access,
     ) -> None:
-        """Add a conflict at the first bad granule, or count it if there is an equal one."""
+        """Add a conflict at the first granule in `bad`; count it if an equal one is known."""
         (shadow, i), gang = at, access.gang
         j = int(np.flatnonzero(bad)[0])
         row = rows[j]
@@ -320,7 +358,7 @@ class GlobalRaces:
         self.conflicts[key] = GlobalConflict(kind, text, (first, line), end, gang.cta.ctaid, where)
 
     def _named(self, cluster: int, agent: int) -> str:
-        """Return the name of an agent with its CTA."""
+        """Return the name of an agent, including its CTA."""
         if cluster not in self.names:
             return "an earlier call"
         agents, ctas = self.names[cluster]
@@ -333,14 +371,17 @@ class GlobalRaces:
     def release(
         self, addresses: Sequence[int], gang: Accessor, m: Any, order: Order | None, atomic: bool
     ) -> None:
-        """Record what a store hands on; a weak one hands on nothing.
+        """Record the knowledge that a store releases to later acquires of its addresses.
+
+        A weak store releases nothing. Unless it is an atomic, a store ends the releases of earlier
+        stores to these addresses.
 
         Args:
             addresses: addresses that the instruction stores to.
             gang: the warp.
             m: mask of the lanes that store there.
             order: modifiers of the store; None for a weak one.
-            atomic: whether it is an atomic, which continues what earlier stores hand on.
+            atomic: whether it is an atomic.
         """
         given: tuple[Knowledge | None, ...] = ()
         if order is not None:
@@ -357,7 +398,11 @@ class GlobalRaces:
             self.released[address] = self._with(before, new)
 
     def acquire(self, addresses: Sequence[int], gang: Accessor, order: Order) -> None:
-        """Learn what the stores that wrote `addresses` hand on."""
+        """Let `gang` acquire the knowledge that stores to `addresses` released.
+
+        It acquires only knowledge of stores whose scope, like that of its own load, includes both
+        threads.
+        """
         clock = gang.clock
         if clock is None:
             return
@@ -372,7 +417,7 @@ class GlobalRaces:
                 clock.learn(knowledge, not order.acquires, distance)
 
     def _with(self, before: tuple[Released, ...], new: Released) -> tuple[Released, ...]:
-        """Return releases with one more; those of one CTA are joined.
+        """Return the releases `before` and `new`; releases of one CTA are joined to one.
 
         Equal arguments return the same object. Gradients are added to thousands of addresses
         between two fences, so that a join for each address would take most of the emulator's time.

@@ -1,20 +1,21 @@
-"""Model what an agent knows of the memory accesses of others: vector clocks with several rows.
+"""Model the happens-before order of memory accesses by vector clocks with several rows.
 
-An agent is a warp, a single lane of it, or an asynchronous unit. It has a time of its own, and for
-each other agent the time up to which the accesses of that agent are ordered before its own.
-Barriers, flags in global memory and completed asynchronous operations hand this knowledge on.
+An agent is a warp, a single lane of it, or an asynchronous unit. It has a time of its own. For each
+other agent it has the time up to which the accesses of that agent are ordered before its own. These
+times are its knowledge. Barriers, flags in global memory and completed asynchronous operations pass
+knowledge on: one agent releases it, another acquires it.
 
-Rows of a table, one column for each agent of the cluster:
+Rows of a table of times, which has one column for each agent of the cluster:
 
 - KNOWN: ordered by the memory model of threads (PTX ISA, "Causality Order").
 - SHARED, GLOBAL: of these, generic accesses to shared or global memory that a proxy fence has made
   visible to the asynchronous proxy ("Proxies", fence.proxy.async).
-- HANDED: accesses to tensor memory that tcgen05.fence::before_thread_sync puts before a barrier.
+- HANDED: accesses to tensor memory that tcgen05.fence::before_thread_sync orders before a barrier.
 - TENSOR: accesses to tensor memory that are ordered before the agent's own tcgen05 operations: by
-  tcgen05.wait, or by tcgen05.fence::after_thread_sync behind a barrier.
+  tcgen05.wait, or by tcgen05.fence::after_thread_sync after a barrier.
 
-A relaxed arrival hands on only what its agent knew at its last fence. What an agent learns by a
-relaxed wait counts from its next fence on ("Release and Acquire Patterns").
+A relaxed arrival releases only what its agent knew at its last fence. What a relaxed wait acquires
+takes effect at the next fence of its agent ("Release and Acquire Patterns").
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Vector = NDArray[np.int32]
 Table = NDArray[np.int32]
 KNOWN, SHARED, GLOBAL, HANDED, TENSOR = range(5)
 ROWS = 5
-PASSED = slice(0, TENSOR)  # rows that a barrier hands on
+PASSED = slice(0, TENSOR)  # rows that a release passes on
 ALWAYS = np.iinfo(np.int32).max
-CTA, CLUSTER, GPU = range(3)  # scopes, each of which includes those before it
-_PIECES = 32  # pieces of knowledge of one scope that a clock keeps before it joins them
+CTA, CLUSTER, GPU = range(3)  # scopes, from the smallest to the largest
+_PIECES = 32  # most entries of `Clock.awaited` for one scope; `Clock.learn` joins them to one
 SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "sys": GPU, "gl": GPU}
 
 
@@ -45,18 +46,18 @@ class Order(NamedTuple):
 
     @property
     def acquires(self) -> bool:
-        """Return whether it is an acquire operation."""
+        """Return whether the access is an acquire operation."""
         return self.semantics in ("acquire", "acq_rel")
 
     @property
     def releases(self) -> bool:
-        """Return whether it is a release operation."""
+        """Return whether the access is a release operation."""
         return self.semantics in ("release", "acq_rel")
 
 
 @dataclass(eq=False)
 class Knowledge:
-    """Holds what an agent knows at one time.
+    """Holds the knowledge of an agent at one time.
 
     Attributes:
         cluster: number of the cluster whose agents are the columns of `table`.
@@ -71,19 +72,19 @@ class Knowledge:
     grids: bool = False
 
     def copy(self) -> Knowledge:
-        """Return a copy that does not change with this one."""
+        """Return a deep copy."""
         foreign = {k: v.copy() for k, v in self.foreign.items()}
         return Knowledge(self.cluster, self.table.copy(), foreign, self.grids)
 
     def join(self, other: Knowledge) -> None:
-        """Add what another agent knows, except the order of its own tcgen05 operations."""
+        """Add the knowledge of another agent, except row TENSOR (its own tcgen05 operations)."""
         self.grids |= other.grids
         self._join_table(other.cluster, other.table)
         for cluster, table in other.foreign.items():
             self._join_table(cluster, table)
 
     def _join_table(self, cluster: int, table: Table) -> None:
-        """Add a table of the agents of a cluster."""
+        """Add the times in a table of the agents of a cluster, except row TENSOR."""
         if cluster != self.cluster and cluster not in self.foreign:
             self.foreign[cluster] = table.copy()
             return
@@ -95,7 +96,7 @@ class Knowledge:
         return self.table if cluster == self.cluster else self.foreign.get(cluster)
 
     def fence_proxy(self, seen: Knowledge, row: int) -> None:
-        """Let the asynchronous proxy see all that `seen` knows, in row SHARED or GLOBAL."""
+        """Record in row SHARED or GLOBAL that a proxy fence covers all accesses in `seen`."""
         np.maximum(self.table[row], seen.table[KNOWN], out=self.table[row])
         for cluster, table in seen.foreign.items():
             mine = self.foreign[cluster]
@@ -118,20 +119,22 @@ def _union(a: Knowledge, b: Knowledge) -> Knowledge:
 
 @dataclass(eq=False)
 class Clock:
-    """Holds the vector clock of an agent, or of one asynchronous operation.
+    """Holds the vector clock of a warp, or of one asynchronous operation.
 
-    Accesses of a warp have agents of their own: reads and writes of several lanes, and those of each
-    single lane. So an arrival of one lane need not hand on accesses of other lanes.
+    The accesses of a warp have agents of their own: one each for reads and writes of several lanes,
+    and for those of each single lane. So an arrival of one lane need not release the accesses of
+    other lanes.
 
     Attributes:
         agent: number of the agent.
-        knows: what the agent knows, its own time included.
+        knows: knowledge of the agent, including its own time.
         line: PTX line of an asynchronous operation.
-        common: for the agents of this warp, the time up to which all its lanes know their accesses;
-            ALWAYS for other agents. None for asynchronous operations.
-        accessors: agents of the accesses of this warp, by (lane or None, whether they write).
-        published: by scope, what a relaxed arrival hands on.
-        awaited: by scope, what relaxed waits learned and no fence has acquired, by identity.
+        common: for each access agent of this warp, the time up to which its accesses are ordered
+            before those of all lanes; ALWAYS for other agents. None for asynchronous operations.
+        accessors: number of each access agent of this warp, by (lane, whether it writes); lane is
+            None for accesses of several lanes.
+        published: by scope, the knowledge that a relaxed arrival releases.
+        awaited: by scope, knowledge from relaxed waits that no fence has acquired yet, by identity.
     """
 
     agent: int
@@ -158,19 +161,19 @@ class Clock:
         self.known[self.agent] += 1
 
     def join(self, knowledge: Knowledge) -> None:
-        """Add the knowledge that a barrier hands on."""
+        """Add knowledge at once, as a wait with acquire semantics does."""
         self.knows.join(knowledge)
         if self.common is not None and knowledge.cluster == self.knows.cluster:
             np.maximum(self.common, knowledge.table[KNOWN], out=self.common)
 
     def complete(self, operation: Clock) -> None:
-        """Add what an asynchronous operation did, which this agent waited for itself."""
+        """Add the knowledge of an asynchronous operation that this agent has waited for itself."""
         self.knows.join(operation.knows)
         mine, other = self.knows.table[TENSOR], operation.knows.table[TENSOR]
         np.maximum(mine, other, out=mine)
 
     def seen_by(self, lane: int | None) -> Knowledge:
-        """Return what a single lane of the warp knows; None: what all active lanes know."""
+        """Return the knowledge of one lane of the warp; None: that of all its lanes together."""
         out = self.knows.copy()
         if lane is None or self.common is None:
             return out
@@ -180,7 +183,10 @@ class Clock:
         return out
 
     def learn(self, knowledge: Knowledge, relaxed: bool, scope: int) -> None:
-        """Add the knowledge that a wait handed on."""
+        """Add knowledge that a wait or load received; if `relaxed`, only at the next fence.
+
+        That fence must have `scope` or a larger one.
+        """
         if relaxed:
             pieces = self.awaited[scope]
             if len(pieces) >= _PIECES:
@@ -192,7 +198,7 @@ class Clock:
             self.join(knowledge)
 
     def fence(self, scope: int, lane: int | None) -> None:
-        """Execute fence.acq_rel, fence.sc or membar of a scope."""
+        """Execute fence.acq_rel, fence.sc or membar of a scope, by one lane or several (None)."""
         for s in range(scope + 1):
             for awaited in self.awaited[s].values():
                 self.join(awaited)
@@ -203,7 +209,11 @@ class Clock:
         self.tick()
 
     def fence_initialisation(self, agent: int) -> None:
-        """Execute fence.mbarrier_init: publish the mbarrier.init of this warp, and nothing else."""
+        """Execute fence.mbarrier_init; relaxed arrivals then release this warp's mbarrier.init.
+
+        Args:
+            agent: number of the agent of these mbarrier.init. The fence orders no other accesses.
+        """
         table = np.zeros_like(self.knows.table)
         table[:, agent] = self.known[agent]
         self.knows.table[SHARED, agent] = self.known[agent]
@@ -212,14 +222,14 @@ class Clock:
             self.published[s] = joined(self.published[s], only)
 
     def sync_lanes(self) -> None:
-        """Execute bar.warp.sync: let all lanes know the accesses of all."""
+        """Execute bar.warp.sync: order the accesses of all lanes before later ones of each lane."""
         assert self.common is not None
         mine = list(self.accessors.values())
         self.common[mine] = self.known[mine]
         self.tick()
 
     def meet_lanes(self) -> None:
-        """Execute another instruction for which all lanes wait: their earlier reads are done."""
+        """Execute another instruction at which all lanes wait: order their earlier reads."""
         assert self.common is not None
         mine = [a for (_, writes), a in self.accessors.items() if not writes]
         self.common[mine] = self.known[mine]
@@ -233,6 +243,6 @@ class Clock:
 
 
 def lane_of(lanes: Any) -> int | None:
-    """Return the lane if all of `lanes` are the same one, else None."""
+    """Return the lane number if all elements of `lanes` are equal, else None."""
     first = int(lanes[0])
     return first if lanes.size == 1 or (lanes == first).all() else None

@@ -1,4 +1,4 @@
-"""Define a launch: grid, parameters and mode of a kernel, and the findings about it."""
+"""Define a launch: kernel, grid, parameters and mode, and the findings of the run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from attnkit.errors import OptionError
 
 MODES = ("eager", "adversarial", "race")
 LIMIT = 200_000_000  # default limit of basic blocks of a launch, counted per warp
-EARLY = 0.2  # share of the requests for another cluster that fail early
+EARLY = 0.2  # share of requests for another cluster that fail although clusters wait
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Describes how to schedule a launch.
+    """Describes how a launch is scheduled, and whether it is checked for races.
 
     Attributes:
         name: "eager", "adversarial" or "race".
         seed: seed of the adversarial order.
-        late: whether asynchronous work waits until nothing else can run.
-        race: whether to look for memory accesses without an order.
+        late: whether asynchronous work is delayed until no warp can run.
+        race: whether the race detectors are on.
         prompt: probability that asynchronous work runs at once although `late` is set.
         strict_loads: whether a tcgen05.ld completes only at tcgen05.wait::ld.
-        strict_order: whether lanes of a warp and tensor memory are ordered only as PTX says.
+        strict_order: whether the race detectors follow the PTX ISA where known hardware orders more
+            accesses (of lanes of a warp, and to tensor memory), see `run`.
         together: number of clusters that run side by side from the start.
     """
 
@@ -47,7 +48,10 @@ class Mode:
     def of(
         cls, name: str, seed: int = 0, *, strict_loads: bool = False, strict_order: bool = False
     ) -> Mode:
-        """Return a mode by name. Adversarial seed 0 delays all asynchronous work, others may mix.
+        """Return the mode of this name.
+
+        Seed 0 of the adversarial mode delays all asynchronous work. With other seeds, some of it
+        may run at once.
 
         Raises:
             OptionError: there is no such mode.
@@ -78,9 +82,9 @@ class Launch:
         names: names of mbarriers, by offset in shared memory.
         roles: warps by the name of their role.
         sms: number of SMs that the GPU reports.
-        limit: number of basic blocks, counted per warp, after which the launch counts as endless.
-        executed: how often warps executed each basic block.
-        waiting: indices of the clusters that were not started yet.
+        limit: most basic blocks, summed over all warps, that the launch may execute.
+        executed: number of executions of each basic block, summed over all warps.
+        waiting: indices of the clusters that have not started.
         races: the race detector of global memory, used if `mode.race`.
     """
 
@@ -119,7 +123,7 @@ class Launch:
 
     @property
     def grain(self) -> int:
-        """Return the bytes of the kernel's smallest store to shared memory, 4 at most."""
+        """Return the size in bytes of the kernel's smallest store to shared memory, at most 4."""
         sizes = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2}
         sizes_seen = [4]
         for c in self.kernel.instructions():
@@ -130,7 +134,7 @@ class Launch:
 
     @staticmethod
     def global_grain(kernels: Iterable[PtxKernel]) -> int:
-        """Return the bytes of the smallest store to global memory in these kernels, 2 at most."""
+        """Return 1 if these kernels store 1-byte elements outside shared memory, else 2."""
         stores = (c for k in kernels for c in k.instructions() if c.parts[0] == "st")
         small = any(c.parts[-1] in ("b8", "u8", "s8") and "shared" not in c.op for c in stores)
         return 1 if small else 2
@@ -152,17 +156,17 @@ class Launch:
         return ""
 
     def note(self, finding: Finding) -> None:
-        """Add a finding, or count it if there is an equal one at the same line."""
+        """Add a finding; increment its count if an equal one at the same line is known."""
         key = (finding.kind, finding.text, finding.place.line)
         old = self.findings.get(key)
         self.findings[key] = replace(old, count=old.count + 1) if old else finding
 
     # ---- clusters that wait to be launched
     def cancel(self, rng: random.Random) -> tuple[int, int, int] | None:
-        """Take the next cluster off the queue (cluster launch control) and return its first CTA.
+        """Remove the next cluster from the queue (cluster launch control); return its first CTA.
 
-        In the adversarial mode, except with seed 0, some requests fail although clusters wait. Such
-        clusters are launched later.
+        Return None if no cluster waits. In the adversarial mode, except with seed 0, some requests
+        fail with None although clusters wait. Such clusters are launched later.
         """
         early = self.mode.late and self.mode.seed > 0 and rng.random() < EARLY
         if early or not self.waiting:

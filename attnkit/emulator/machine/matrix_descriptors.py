@@ -1,4 +1,4 @@
-"""Decode matrix descriptors of wgmma and tcgen05 to the bytes of shared memory of an operand.
+"""Decode matrix descriptors of wgmma and tcgen05, and locate operands in shared memory.
 
 See PTX ISA, "Matrix Descriptor Format" of wgmma, "Shared Memory Descriptor" of tcgen05, and the
 sections "Canonical Layouts" and "Swizzling Modes".
@@ -22,7 +22,7 @@ _WIDTH = {7: 128, 3: 64, 1: 32, 0: 16}
 
 @dataclass(frozen=True)
 class MatrixDescriptor:
-    """Holds start address, leading and stride byte offsets, and the swizzle as an XOR mask."""
+    """Holds start address, leading and stride byte offsets, and the mask for `swizzled`."""
 
     start: int
     leading: int
@@ -51,14 +51,14 @@ def of_tcgen05(d: int) -> MatrixDescriptor:
 
 
 def _fields(d: int, mask: int) -> MatrixDescriptor:
-    """Decode the fields that both descriptors have."""
+    """Decode the fields that both kinds of descriptors have, and add the swizzle mask."""
     return MatrixDescriptor(
         (d & 0x3FFF) << 4, ((d >> 16) & 0x3FFF) << 4, ((d >> 32) & 0x3FFF) << 4, mask
     )
 
 
 def swizzled(address: Lanes, mask: int) -> Lanes:
-    """Apply the swizzle: XOR address bits 4-6 with bits 7-9, where the mask has bits."""
+    """Apply the swizzle: XOR address bits 4-6 with bits 7-9 that `mask` selects."""
     return address ^ (((address >> 7) & mask) << 4) if mask else address
 
 
@@ -66,7 +66,15 @@ def swizzled(address: Lanes, mask: int) -> Lanes:
 def elements(
     m: MatrixDescriptor, rows: tuple[int, int], k: int, item: int, mn_major: bool
 ) -> Lanes:
-    """Return byte offsets in shared memory, [rows, k], of elements in rows rows[0] to rows[1]."""
+    """Return byte offsets in shared memory of the elements of an operand, [rows, k].
+
+    Args:
+        m: the descriptor.
+        rows: first row, and the row after the last. Rows are along M or N.
+        k: number of elements along K.
+        item: bytes of an element.
+        mn_major: whether the operand is MN-major, else it is K-major.
+    """
     r, c = np.arange(*rows)[:, None], np.arange(k)[None, :]
     width = _WIDTH[m.mask]
     per_row = width // item

@@ -1,9 +1,10 @@
-"""Detect races by happens-before, with vector clocks, on shared and tensor memory.
+"""Detect races on shared and tensor memory by happens-before, with vector clocks.
 
-Shared memory is tracked in granules of 4 bytes (fewer if the kernel has smaller stores), tensor
-memory by column and quarter of the lanes. `knowledge` describes agents and what they know. A granule
-without a writer is uninitialised. Accesses of different lanes of one warp are ordered by
-bar.warp.sync and by barriers, not by the order of their instructions (PTX ISA, bar.warp.sync).
+Shared memory is tracked in granules of 4 bytes (fewer if the kernel has smaller stores). In tensor
+memory a granule is a column in one quarter of the lanes. A granule without a writer is
+uninitialised. `knowledge` defines agents and their vector clocks. Accesses of different lanes of a
+warp are ordered by bar.warp.sync and by barriers, not by the order of their instructions (PTX ISA,
+bar.warp.sync).
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ from attnkit.emulator.machine.knowledge import (
 Index = Any
 Lane = NDArray[Any] | int | None
 TMEM_GRANULES = 512 * 4
-ACCESSORS = 8  # most agents for the accesses of one warp
-COLLECTIVE = -1  # lane of an access that a warp makes as one
+ACCESSORS = 8  # most agents for the accesses of one warp, see `Clock.accessors`
+COLLECTIVE = -1  # lane of an access that a whole warp makes
 SEVERAL = -2  # lane of a granule that several lanes read
 ANY = -3  # lane of a granule that several lanes wrote at once
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Describes two accesses without an order; `first`, `second`: (agent's name, PTX line)."""
+    """Describes a finding about an access and an earlier access or mbarrier.init.
+
+    Attributes:
+        kind: kind of the finding: "race", "fence" or "uninitialised".
+        first, second: (name of the agent, PTX line) of the earlier and of the later access; the
+            first name is empty if nothing has written there.
+        where: location in shared or tensor memory, or "mbarrier".
+    """
 
     kind: str
     text: str
@@ -47,12 +55,30 @@ class Conflict:
 
 
 class RaceDetector:
-    """Holds the shadow state of the shared and tensor memory of one cluster, and its conflicts.
+    """Detects races on the shared and tensor memory of one cluster; holds a record of accesses.
+
+    The arrays have one element for each granule: for each CTA by rank, those of its shared memory,
+    then those of its tensor memory.
 
     Attributes:
-        cluster: number of the cluster in the launch.
-        strict_order: whether only bar.warp.sync and barriers order lanes of a warp, and only
-            tcgen05.fence tensor memory; otherwise also what does so on known hardware.
+        grain: bytes of a granule of shared memory.
+        cluster: number of the cluster in the stream of calls.
+        strict_order: whether only bar.warp.sync and barriers order accesses of lanes of a warp, and
+            only tcgen05.fence those to tensor memory. Otherwise, other instructions that order them
+            on known hardware count too.
+        words: number of granules of the shared memory of a CTA.
+        stride: number of granules of a CTA.
+        writer, written, write_lane, write_line: agent, time, lane and PTX line of the last write.
+        generic, by_atomic: whether the last write was of the generic proxy; whether by an atomic.
+        reader, read_time, read_lane: agent, time and lane of the last read by lanes of a warp.
+        read_line: PTX line of the last read.
+        reads: time of the last read by each agent, in the order of `readers`.
+        atomics: knowledge that atomics release to later atomics.
+        names: names of the agents, by number.
+        index: numbers of the agents, by key.
+        units: clock of the last operation of each asynchronous unit.
+        conflicts: findings, by text and the PTX lines of the two accesses.
+        counts: how often each conflict was found.
     """
 
     def __init__(
@@ -94,7 +120,10 @@ class RaceDetector:
         self.counts: dict[tuple[str, int, int], int] = {}
 
     def agent(self, key: str, name: str = "") -> int:
-        """Return the number of an agent; a new key gets a new number, and `name` or the key."""
+        """Return the number of the agent of `key`; add the agent if it is new.
+
+        Its name in reports is `name`, or the key.
+        """
         if key not in self.index:
             # When the table is full, later agents share one clock, and fewer races are found.
             self.index[key] = min(len(self.names), self.agents - 1)
@@ -114,8 +143,8 @@ class RaceDetector:
     def agent_of(self, who: Clock, lanes: Lane, *, write: bool) -> int:
         """Return the agent of an access by `lanes` of a warp, or by an asynchronous unit.
 
-        Accesses of more single lanes than there are agents for have the agent of the warp, whose
-        accesses every lane hands on.
+        A warp has at most ACCESSORS agents for its accesses. Accesses beyond that have the agent of
+        the warp itself, whose accesses an arrival of any lane releases.
         """
         if who.common is None:
             return who.agent
@@ -172,7 +201,7 @@ class RaceDetector:
         return self._granules[key][1]
 
     def tensor(self, rank: int, column: int, columns: int, quarter: int | None = None) -> Index:
-        """Return the granules of columns of a CTA's tensor memory."""
+        """Return the granules of columns of a CTA's tensor memory, of one quarter or all lanes."""
         base = self.stride * rank + self.words + 4 * column
         if quarter is None:
             return slice(base, base + 4 * columns)
@@ -188,7 +217,10 @@ class RaceDetector:
         """Record a read, and report it if it is not ordered after the last write.
 
         Args:
-            asynchronous: whether it is of the asynchronous proxy.
+            i: granules that are read.
+            who: clock of the warp or asynchronous operation.
+            asynchronous: whether the read is of the asynchronous proxy.
+            line: PTX line.
             lanes: the lane of each granule, or COLLECTIVE; None for asynchronous units.
         """
         a, t = self.writer[i], self.written[i]
@@ -213,14 +245,14 @@ class RaceDetector:
             self._record_lanes(i, who, lanes, agent)
 
     def _row(self, agent: int) -> int:
-        """Return the row of `reads` of an agent; a new agent gets a new row."""
+        """Return the row of an agent in `reads`; a new agent gets a new row."""
         if agent not in self.row:
             self.row[agent] = len(self.readers)
             self.readers.append(agent)
         return self.row[agent]
 
     def _check_lanes(self, i: Index, who: Clock, lanes: Lane, line: int) -> None:
-        """Report an access to what another lane of the warp has written since they met."""
+        """Report an access to what another lane of the warp wrote since their last sync."""
         assert who.common is not None
         late = self.written[i] > who.common[self.writer[i]]
         if late.any():
@@ -231,7 +263,7 @@ class RaceDetector:
                 self._report("race", text, i, bad, who, line)
 
     def _check_lanes_read(self, i: Index, who: Clock, lanes: Lane, line: int) -> None:
-        """Report a write to what another lane of the warp has read since they met."""
+        """Report a write to what another lane of the warp read since their last sync."""
         assert who.common is not None
         reader = self.reader[i]
         late = self.read_time[i] > who.common[reader]
@@ -243,7 +275,7 @@ class RaceDetector:
                 self._report("race", text, i, bad, who, line, other)
 
     def _record_lanes(self, i: Index, who: Clock, lanes: NDArray[Any] | int, agent: int) -> None:
-        """Record which lane of a warp has read each granule, SEVERAL if more than one has."""
+        """Record the lane of a warp that has read each granule; SEVERAL if more than one has."""
         assert who.common is not None
         before, reader = self.read_lane[i], self.reader[i]
         old = (reader == agent) & (self.read_time[i] > who.common[agent])
@@ -258,7 +290,10 @@ class RaceDetector:
         """Record a write, and report it if it is not ordered after earlier accesses.
 
         Args:
-            generic: whether it is of the generic proxy.
+            i: granules that are written.
+            who: clock of the warp or asynchronous operation.
+            generic: whether the write is of the generic proxy.
+            line: PTX line.
             lanes: the lane of each granule, or COLLECTIVE; None for asynchronous units.
         """
         a, t = self.writer[i], self.written[i]
@@ -285,7 +320,7 @@ class RaceDetector:
                 self.write_lane[i] = np.where(several, ANY, self.write_lane[i])
 
     def atomic(self, i: Index, who: Clock, *, line: int) -> None:
-        """Record an atomic. It races with plain accesses, but is ordered after other atomics."""
+        """Record an atomic. It can race with plain accesses, but is ordered after other atomics."""
         if self.atomics is None:
             self.atomics = who.knows.copy()
         if self.by_atomic[i].all():
@@ -300,6 +335,8 @@ class RaceDetector:
 
         Args:
             barrier: the MBarrier.
+            who: clock of the warp or asynchronous operation.
+            line: PTX line of the use.
             asynchronous: whether an asynchronous operation arrives at it.
         """
         if barrier.initialised is None:
@@ -313,7 +350,10 @@ class RaceDetector:
             self._note("fence", text, (agent, barrier.line), (who.agent, line), "mbarrier")
 
     def check_tensor(self, i: Index, who: Clock, line: int, *, write: bool) -> None:
-        """Report a tcgen05 access that tcgen05.fence does not order after earlier ones."""
+        """Report a tcgen05 access that no tcgen05.fence orders after earlier accesses.
+
+        Accesses are checked only with `strict_order`.
+        """
         if not self.strict_order:
             return
         seen, known = who.knows.table[TENSOR], who.known
@@ -338,7 +378,15 @@ class RaceDetector:
     def _report(
         self, kind: str, text: str, i: Index, bad: Any, who: Clock, line: int, other: int = -1
     ) -> None:
-        """Add a conflict at the first bad granule."""
+        """Add a conflict at the first granule in `bad`.
+
+        Args:
+            i: granules of the access.
+            bad: mask of the granules in `i` with a conflict.
+            who: clock of the later access.
+            line: PTX line of the later access.
+            other: agent of the earlier read; -1 if the earlier access is the last write.
+        """
         j = int(np.flatnonzero(bad)[0])
         g = int(i.start + j * (i.step or 1) if isinstance(i, slice) else np.ravel(i)[j])
         lines = self.read_line if other >= 0 else self.write_line
@@ -348,7 +396,7 @@ class RaceDetector:
     def _note(
         self, kind: str, text: str, first: tuple[int, int], second: tuple[int, int], where: str
     ) -> None:
-        """Add a conflict of two (agent, PTX line), or count it if there is an equal one."""
+        """Add a conflict of two (agent, PTX line); increment its count if an equal one is known."""
         name = self.names[first[0]] if first[0] >= 0 else ""
         key = (text, first[1], second[1])
         if key not in self.conflicts:
@@ -357,7 +405,7 @@ class RaceDetector:
         self.counts[key] = self.counts.get(key, 0) + 1
 
     def where(self, granule: int) -> str:
-        """Describe the location of a granule."""
+        """Return the location of a granule as text for a report."""
         rank, off = divmod(granule, self.stride)
         if off < self.words:
             return f"shared memory +{self.grain * off:#x} of CTA rank {rank}"

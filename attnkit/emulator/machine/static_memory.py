@@ -16,7 +16,8 @@ class StaticMemory:
     Attributes:
         symbols: name -> (state space, address in the generic space).
         globals: (name, bytes) of `.global` and `.const` variables.
-        shared_bytes: size of the static shared memory; dynamic shared memory begins there.
+        shared_bytes: size of the static shared memory, rounded up to a multiple of 1024; dynamic
+            shared memory begins there.
         local_bytes: size of the local memory of a thread.
     """
 

@@ -1,4 +1,4 @@
-"""Decode the 128-byte tensor maps that the CuTe DSL's host code writes, and select boxes."""
+"""Decode the 128-byte tensor maps of the CuTe DSL's host code, and clip boxes to the tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ _ALWAYS = 1 << 1 | 1 << 18  # bits that the DSL always sets
 class TensorMap:
     """Holds a decoded tensor map.
 
-    Lists have the innermost dimension first; strides are in bytes.
+    Tuples have the innermost dimension first; strides are in bytes.
+
+    Attributes:
+        base: address of the tensor in global memory.
+        kind: numpy type of the arithmetic of reductions; "f16" or "bf16" for 16-bit floats.
+        item: bytes of an element.
+        swizzle: mask of the bits of the chunk address that the swizzle changes; 0 if there is none.
+        dims, strides, box: shape and strides of the tensor, shape of a box.
     """
 
     base: int
@@ -46,17 +53,17 @@ class TensorMap:
 
     @cached_property
     def box_bytes(self) -> int:
-        """Return the bytes of a box."""
+        """Return the size of a box in bytes."""
         return int(np.prod(self.box)) * self.item
 
     @cached_property
     def chunks(self) -> Lanes:
-        """Return the indices of the 16-byte chunks of the box in order, before the swizzle."""
+        """Return the indices of the 16-byte chunks of a box, in order and without the swizzle."""
         return np.arange(self.box_bytes // 16)
 
 
 def decode(raw: bytes) -> TensorMap:
-    """Decode a tensor map in the layout of the DSL's host code, which was found by experiment."""
+    """Decode a tensor map. The layout, that of the DSL's host code, was found by experiment."""
     w = struct.unpack("<16Q", raw)
     rank = ((w[1] >> 4) & 7) + 1
     code, interleave, swizzle = (w[1] >> 7) & 15, (w[1] >> 11) & 3, (w[1] >> 13) & 3
@@ -104,7 +111,7 @@ def encode(m: TensorMap) -> bytes:
 
 
 def _check(m: TensorMap) -> None:
-    """Check the restrictions of tensor maps (CUDA driver API, cuTensorMapEncodeTiled)."""
+    """Fault if a tensor map violates a restriction (CUDA driver API, cuTensorMapEncodeTiled)."""
     if m.base % 16:
         raise Trap("descriptor", f"tensor map base {m.base:#x} is not 16-byte aligned")
     inner = m.box[0] * m.item
@@ -121,8 +128,13 @@ def _check(m: TensorMap) -> None:
 class Box:
     """Describes the part of a box that is inside the tensor.
 
-    `shape` and `strides` have the outermost dimension first; `slices` say where the part lies in
-    the dense box.
+    Tuples have the outermost dimension first.
+
+    Attributes:
+        address: address of the first element of the part in global memory.
+        shape, strides: shape of the part, and strides of the tensor in bytes.
+        slices: position of the part in the dense box.
+        size: bytes from the first byte of the part to the end of its last element.
     """
 
     address: int
@@ -133,7 +145,10 @@ class Box:
 
 
 def select(m: TensorMap, at: list[int]) -> Box | None:
-    """Return the box at signed coordinates `at` (innermost first); None if all of it is outside."""
+    """Return the part inside the tensor of the box at coordinates `at`; None if there is none.
+
+    Coordinates are signed, the innermost dimension first.
+    """
     lo, slices, shape = [], [], []
     for x, n, b in zip(at, m.dims, m.box, strict=True):
         first, last = max(0, x), min(n, x + b)

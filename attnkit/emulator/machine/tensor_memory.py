@@ -11,25 +11,34 @@ TMEM_COLUMNS = 512
 
 
 class TensorMemory:
-    """Holds 512 columns of 128 lanes of 32 bits, and which of them are allocated."""
+    """Holds 512 columns of 128 lanes of 32 bits, and the allocations of columns.
+
+    Attributes:
+        live: number of columns of each allocation, by its first column.
+        relinquished: whether tcgen05.relinquish_alloc_permit was executed.
+    """
 
     def __init__(self) -> None:
         self._data: Lanes | None = None
         self.live: dict[int, int] = {}
         self.relinquished = False
         self.last = TMEM_COLUMNS  # columns of the last allocation; later ones must not be larger
-        # (operation, column, columns) of what the peer CTA has to do as well
+        # (operation, column, columns) of each cta_group::2 alloc and dealloc; the peer CTA must
+        # execute the same ones
         self.collective: list[tuple[str, int, int]] = []
 
     @property
     def data(self) -> Lanes:
-        """Return the contents [column, lane], initially NaN."""
+        """Return the contents [column, lane] as 32-bit words; initially each is a float32 NaN."""
         if self._data is None:
             self._data = np.full((TMEM_COLUMNS, 128), 0x7FC0DEAD, u4)
         return self._data
 
     def allocate(self, columns: int, group: int = 1) -> int:
-        """Allocate columns; return the first. `group`: number of CTAs that allocate together."""
+        """Allocate columns, and return the first; `group`: number of CTAs that allocate together.
+
+        Fault if no columns are free, where hardware would block.
+        """
         if columns < 32 or columns > TMEM_COLUMNS or columns & (columns - 1):
             raise Trap(
                 "tensor-memory", f"tcgen05.alloc of {columns} columns: a power of 2, 32 to 512"
@@ -55,7 +64,7 @@ class TensorMemory:
         return at
 
     def free(self, base: int, columns: int, group: int = 1) -> None:
-        """Free an allocation."""
+        """Free an allocation of `columns` columns that begins at column `base`."""
         if group == 2:
             self.collective.append(("dealloc", base, columns))
         if self.live.pop(base, None) != columns:
