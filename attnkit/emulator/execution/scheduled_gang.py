@@ -212,7 +212,7 @@ class ScheduledGang(Gang):
         return True
 
     def _split(self, pc: int, m: Any) -> None:
-        """Split off the lanes `m`, which wait at `pc`, if they are whole warps and others remain."""
+        """Split off the lanes `m`, which wait at `pc`, if they are whole warps and others run."""
         rows = m.reshape(-1, 32)
         some = rows.any(1)
         if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():

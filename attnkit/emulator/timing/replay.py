@@ -34,8 +34,8 @@ class Constants:
         step, hold: pace of instructions while tensor cores access accumulators in the register file
             and take a share of its bandwidth, see `Pace`. Fitted to four kernels.
         product_issue: time that a warp takes to issue a product with operands in shared memory. A
-            product with A in registers takes as long as the product itself. Both measured by reading
-            the clock in a kernel.
+            product with A in registers takes as long as the product itself. Both measured by
+            reading the clock in a kernel.
         product_latency: from the end of a product to the end of a wait for it. Measured in the same
             way.
         barrier: from the last arrival at a barrier to the next instruction of a warp that waits.
