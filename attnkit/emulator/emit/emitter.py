@@ -303,6 +303,6 @@ class Emitter:
         return f"({e}).astype({mid}).view({have})"
 
     def stored(self, a: str, size: int) -> str:
-        """Return the storage type of `a`, or "u" and `size` if that type is not of `size` bytes."""
+        """Return a type of `size` bytes for register `a`: as stored if possible, else unsigned."""
         have = self.store.get(a, "bool")
         return have if BYTES.get(have) == size else f"u{size}"

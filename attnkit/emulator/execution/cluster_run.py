@@ -135,7 +135,7 @@ class ClusterRun:
                 for work in group.work:
                     work()
 
-    # ---- names of the agents (warps) of the race detector
+    # ---- names of the agents of the race detector
     def rank_of(self, agent: str) -> int:
         """Return the rank of the CTA in an agent's name, or 0 if the name has none."""
         match = _AGENT.search(agent)

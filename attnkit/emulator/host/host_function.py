@@ -147,7 +147,7 @@ class HostFunction:
         def on_launch(config: Any, name: bytes, params: Any) -> int:
             try:
                 launches.append(self._captured(config.contents, name.decode(), params))
-            except BaseException as error:  # raised below: no exception, nor Ctrl-C, may cross C
+            except BaseException as error:  # raised below; not even Ctrl-C may cross C frames
                 errors.append(error)
                 return 1
             return 0

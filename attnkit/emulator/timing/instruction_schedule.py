@@ -25,7 +25,7 @@ ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
 _OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
 
-# Instructions without cost here: moves only rename registers, and the replay times the others.
+# Instructions without cost here: moves only rename registers, and the replay times events.
 _FREE = {"mov", "cvta", "ret", "exit", "mbarrier", "wgmma", "tcgen05", "cp", "bar", "barrier"}
 _FREE |= {"fence", "setmaxnreg", "griddepcontrol", "prefetch", "prefetchu", "createpolicy"}
 _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")

@@ -282,7 +282,7 @@ class ClusterReplay:
             self.complete[key] = self._partial[key]
 
     def _access(self, p: Process, clocks: float) -> None:
-        """Book shared memory from now on, so that reads of operands by products come later."""
+        """Book `clocks` of shared memory from now on; reads of operands by products come later."""
         self.shared[p.stream.rank].book(self.now, self.now, clocks)
 
     def _copy(self, p: Process, size: float) -> float:
