@@ -1,4 +1,7 @@
-"""Build kernels and operands for the mutation study, with three laps of every ring."""
+"""Build kernels and operands for the mutation study.
+
+The operands are so long that every ring of stages is filled at least three times.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,8 @@ def ring_case() -> Case:
 def forward_case() -> Case:
     """Return attnkit's Hopper forward kernel, as `backend="emulate"` calls it, with a check.
 
-    The problem is causal and ragged, with two tiles per CTA and five laps of the rings of K and V.
+    The problem is causal and ragged, with two work tiles per CTA. The rings of K and V are filled
+    five times.
     """
     calls: list[tuple[Any, list[Any]]] = []
 
@@ -96,8 +100,9 @@ def forward_case() -> Case:
 def backward_case() -> Case:
     """Return attnkit's main backward kernel for Hopper, with a check.
 
-    The problem is causal and ragged, with several laps of the rings of Q and dO. The check compares
-    results with those of eager order, with a tolerance for the order in which dQ is accumulated.
+    The problem is causal and ragged. The rings of Q and dO are filled several times. The check
+    compares results with those of the eager mode, with a tolerance for the order in which dQ is
+    accumulated.
     """
     calls: list[tuple[Any, list[Any], list[Any], list[Any]]] = []
 
@@ -124,12 +129,13 @@ def backward_case() -> Case:
     return exe, args, lambda: next((text for w in wrong if (text := w())), None)
 
 
-# cases of the tests; all cases of the command line; cases with sums whose order depends on the
-# schedule, so that results may differ in their last bits
+# cases of the tests
 CASES: dict[str, Callable[[], Case]] = {
     "hopper": hopper_case,
     "blackwell": blackwell_case,
     "ring": ring_case,
 }
+# cases of the command line of `mutation`
 STUDIES = {**CASES, "forward": forward_case, "backward": backward_case}
+# cases whose results may differ in their last bits, because the schedule decides an order of sums
 UNORDERED = {"backward"}

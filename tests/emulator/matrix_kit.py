@@ -18,7 +18,7 @@ TORCH = {
 
 
 def values(kind: str, *shape: int) -> tuple[Any, Any]:
-    """Draw random values of `kind`; return them in float64, and as bytes with an extra axis."""
+    """Return random values of `kind`: in float64, and as bytes [*shape, bytes of an element]."""
     if kind == "s8":
         x = torch.randint(-100, 100, shape, dtype=torch.int8)
     else:
@@ -35,7 +35,12 @@ def words(raw: Any) -> Any:
 
 
 def core_image(raw: Any, leading: int, stride: int) -> Any:
-    """Return the bytes of a K-major operand [rows, k, itemsize] in canonical layout, no swizzle."""
+    """Return the bytes of a K-major operand [rows, k, itemsize] in canonical layout, no swizzle.
+
+    Args:
+        leading: bytes from a core matrix to the next along k.
+        stride: bytes from a core matrix to the next along the rows.
+    """
     rows, k, item = raw.shape
     image = np.zeros(8192, np.uint8)
     flat = raw.reshape(rows, k * item)
@@ -48,7 +53,7 @@ def core_image(raw: Any, leading: int, stride: int) -> Any:
 def mn_image(raw: Any, leading: int, stride: int) -> Any:
     """Return the bytes of an MN-major 16-bit operand without swizzle.
 
-    Core matrices are 8 k x 8 mn, with mn contiguous.
+    Core matrices are 8 k x 8 mn, with mn contiguous. `leading` and `stride` are as in `core_image`.
     """
     rows, k, item = raw.shape
     image = np.zeros(8192, np.uint8)

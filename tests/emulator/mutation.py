@@ -1,7 +1,7 @@
 """Inject one fault at a time into the PTX of a kernel, and test whether `check` detects it.
 
-Run as a program for the table: python -m tests.emulator.mutation CASE [LIMIT]
-CASE is hopper, blackwell, ring, forward or backward
+Run it as a program to print a table of faults: python -m tests.emulator.mutation CASE [LIMIT].
+CASE is hopper, blackwell, ring, forward or backward. LIMIT is the most mutants of a kind of fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Edit = Callable[[str], str]
 
 
 def _drop(line: str) -> str:
-    """Return an empty line, so that the statement's destination keeps its old value."""
+    """Return an empty line; a destination of the statement keeps its old value."""
     return ""
 
 
@@ -47,7 +47,7 @@ def _last(value: int) -> Edit:
     return lambda line: re.sub(r", ([%\w]+);", f", {value};", line)
 
 
-# Kind of fault -> (which lines, the edit).
+# Kind of fault -> (pattern of the lines that may have it, edit that injects it).
 FAULTS: dict[str, tuple[str, Edit]] = {
     "drop mbarrier.arrive": (r"mbarrier\.arrive\.(?!expect)", _drop),
     "drop arrive.expect_tx": (r"mbarrier\.arrive\.expect_tx", _drop),
@@ -76,7 +76,7 @@ class Mutant:
 
 
 def mutants(text: str, limit: int | None = None, seed: int = 0) -> Iterator[Mutant]:
-    """Yield every mutant of a PTX text, or at most `limit` per fault, drawn with `seed`."""
+    """Yield every mutant of a PTX text, or at most `limit` per kind of fault, drawn with `seed`."""
     lines, rng = text.split("\n"), random.Random(seed)
     for fault, (pattern, edit) in FAULTS.items():
         sites = [i for i, line in enumerate(lines) if re.search(pattern, line)]
@@ -95,7 +95,7 @@ def caught_by(
     wrong: Callable[[], str | None],
     deterministic: bool = True,
 ) -> str:
-    """Return what detects the fault first ("mode: kind", "static" or "results: ..."), or ""."""
+    """Return what detects the fault first ("static", "mode: kind" or "results: ..."), or ""."""
     changed = exe.with_ptx(mutant.text)
     known = {f.text for k in exe.kernels.values() for f in emulator.missing_fences(k)}
     static = [f for k in parse(mutant.text).values() for f in emulator.missing_fences(k)]
@@ -133,7 +133,7 @@ def study(
     return out[1:]
 
 
-# Lines of the kernels at which a fault cannot change what the kernel does, and why.
+# Text of a source line at which a fault cannot change what the kernel does -> the reason.
 EQUIVALENT = {
     "producer_tail": "drains the ring before exit, after which nothing happens",
     ".tail()": "drains the ring before exit, after which nothing happens",

@@ -15,7 +15,7 @@ LOAD = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
 def kernel(body: str, params: str, *, arch: str = "sm_90a", variables: str = "") -> str:
     """Return a PTX module with one kernel `k` that has the given body and parameters.
 
-    The kernel declares registers %p, %h, %r, %d, %q and %f with numbers from 0.
+    The kernel declares registers %p, %h, %r, %d and %q with numbers from 0.
     """
     return f"""
 .version 8.8
@@ -81,7 +81,10 @@ def evaluate(instructions: str, inputs: list[Any], dtype: Any, arch: str = "sm_9
 
 
 def run(body: str, *args: Any, mode: str = "eager", seed: int = 0, **launch: Any) -> Any:
-    """Run `body` with pointer parameters p0, p1, ... bound to the arrays."""
+    """Run a kernel with this body, whose pointer parameters p0, p1, ... are the arrays `args`.
+
+    `launch` has options of `Ptx`, and `raises`, `variables`, `arch` and `limit`.
+    """
     raises = launch.pop("raises", True)
     variables = launch.pop("variables", "")
     arch = launch.pop("arch", "sm_90a")
@@ -109,7 +112,7 @@ def init_barriers(*pairs: tuple[int, int]) -> str:
 
 
 def wait(offset: str, parity: str, label: str) -> str:
-    """Return a spin loop that waits on an mbarrier, as the compiler generates it."""
+    """Return a loop that waits for a phase of an mbarrier, as the compiler generates it."""
     return f"""
 $L_wait_{label}:
     mbarrier.try_wait.parity.shared.b64 %p8, [{offset}], {parity}, 10000000;

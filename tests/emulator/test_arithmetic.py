@@ -164,8 +164,8 @@ with np.errstate(all="ignore"):
         ("div.rn.f32", "div.rn.f32 {o}, {a0}, {a1};", [F4, G4], F4 / G4),
         ("fma.rn.f32", "fma.rn.f32 {o}, {a0}, {a1}, {a2};", [F4, G4, H4],
          (f(F4) * f(G4) + f(H4)).astype(np.float32)),
-        # min and max drop a NaN unless .NaN is given.
         ("mov of bits", "mov.b32 %r9, 0x3f800000; add.f32 {o}, {a0}, %r9;", [F4], F4 + np.float32(1)),
+        # min and max drop a NaN unless .NaN is given.
         ("max.f32", "max.f32 {o}, {a0}, {a1};", [F4, G4], np.fmax(F4, G4)),
         ("min.f32", "min.f32 {o}, {a0}, {a1};", [F4, G4], np.fmin(F4, G4)),
         ("max.NaN.f32", "max.NaN.f32 {o}, {a0}, {a1};", [F4, G4], np.maximum(F4, G4)),

@@ -1,6 +1,6 @@
 """Check mbarriers, named barriers, clusters and deadlocks.
 
-Sections mbarrier, barrier, barrier.cluster.
+PTX ISA: mbarrier, "bar, barrier", barrier.cluster.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_a_missing_wait_is_caught(which: str) -> None:
     body = ring(**{which: ""})
     report = run(body, out, block=(64, 1, 1), shared=1024, mode="race", raises=False)
     kinds = {f.kind for f in report.findings}
-    # Without the wait for an empty stage, the producer laps the consumer, which then never ends.
+    # Without the wait for an empty stage, the consumer misses a phase and waits forever.
     assert kinds & ({"race", "uninitialised"} if which == "full" else {"deadlock"}), report
 
 
@@ -230,7 +230,7 @@ def test_cluster_barrier_and_distributed_shared_memory() -> None:
 def test_an_endless_loop_ends_in_a_fault() -> None:
     with pytest.raises(KernelFault, match="endless"):
         run("$L_a: add.s32 %r1, %r1, 1; bra $L_a;", limit=200_000)
-    with pytest.raises(KernelFault, match="endless"):  # with part of the lanes
+    with pytest.raises(KernelFault, match="endless"):  # only some lanes loop
         run(
             "mov.u32 %r2, %tid.x; setp.eq.s32 %p1, %r2, 0; @%p1 bra $L_b;$L_a: bra $L_a; $L_b:",
             limit=200_000,

@@ -85,7 +85,7 @@ def test_a_request_may_fail_although_clusters_wait() -> None:
         assert report.findings == ()
         assert owner.all()
         ran.append(report.launches[0].ctas)
-    assert max(ran) > 4 >= ran[0]  # more than run together: launched after a refusal
+    assert max(ran) > 4 >= ran[0]  # more than run at a time: launched after a failed request
 
 
 @section("clusterlaunchcontrol.try_cancel")

@@ -1,4 +1,4 @@
-"""Check reads of a programmatic dependent kernel before griddepcontrol.wait."""
+"""Check that a programmatic dependent kernel must not read before griddepcontrol.wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT = "griddepcontrol.wait;"
 
 
 def kinds() -> dict[str, set[str]]:
-    """Return the kinds of findings per kernel of a Hopper forward and backward, in race mode."""
+    """Return the kinds of findings in race mode, by kernel of a Hopper forward and backward."""
     inputs = [torch.randn(1, 1, 140, 64).bfloat16().requires_grad_() for _ in range(3)]
     with emulation.session(mode="race") as session:
         out = attnkit.flex_attention(*inputs, block_mask=masks.causal(), backend="emulate")

@@ -31,7 +31,7 @@ def test_published_kernels_are_right_and_clean(case: str) -> None:
     kernels = [r for r in rows if "kernel" in r]
     assert results
     assert all(r["error"] <= r["error_allowed"] for r in results)
-    # its backward for sm_100a ends without waiting for its last stores
+    # the backward for sm_100a exits without a wait for its last stores
     unfinished = "unfinished: bulk store not committed at exit"
     assert [e for r in kernels for e in r["errors"] if unfinished not in e] == []
     assert any(r["pairs"] for r in kernels) == ("pairs" in case)

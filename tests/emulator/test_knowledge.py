@@ -1,4 +1,7 @@
-"""Check which writes an agent of the race detector knows: joins, single lanes, scoped fences."""
+"""Check `Knowledge`, the happens-before state of the race detector.
+
+The tests cover joins, single lanes of a warp, and fences with a scope.
+"""
 
 from __future__ import annotations
 

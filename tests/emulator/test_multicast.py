@@ -11,10 +11,11 @@ from tests.emulator.ptx_kit import init_barriers, run, wait
 from tests.emulator.sections import section
 
 MODES = [("eager", 0), *(("adversarial", seed) for seed in range(4)), ("race", 0)]
-TILES = 7  # three laps of two stages, and one more
+TILES = 7  # each of two stages is filled three times, and one a fourth time
 SIZE = 256  # bytes of a tile
 
-# Barriers of stage s at 8 s: full, + 16: read by this CTA, + 32: the other CTA's is free.
+# Offsets of the mbarriers of stage 0; those of stage s are 8 s further. FULL: the tile has arrived.
+# FREE: this CTA has read the stage. READY: the stage of the other CTA is free.
 FULL, FREE, READY = 0, 16, 32
 DATA = 1024
 
@@ -22,7 +23,7 @@ STAGE = """
     and.b32 %r5, %r4, 1; shl.b32 %r6, %r5, 3; mov.b32 %r7, dynamic; add.s32 %r8, %r7, %r6;
     shr.u32 %r9, %r4, 1; and.b32 %r9, %r9, 1; xor.b32 %r10, %r9, 1;
     shl.b32 %r11, %r5, 8; add.s32 %r12, %r7, %r11;
-"""  # %r8 barriers, %r9 parity of the lap, %r12 data
+"""  # %r8: mbarriers of the stage, %r9: parity of the full phase, %r12: data
 NEXT = "add.s32 %r4, %r4, 1; setp.lt.u32 %p5, %r4, {tiles}; @%p5 bra $L_{loop};"
 
 

@@ -1,4 +1,4 @@
-"""Check what a report names: warp roles, lines of PTX and kernel, the barrier and its state."""
+"""Check that reports name warp roles, lines of PTX and source, barriers and their state."""
 
 from __future__ import annotations
 

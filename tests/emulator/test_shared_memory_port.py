@@ -1,4 +1,4 @@
-"""Check the shared memory port of the timeline: bookings get the first free clocks."""
+"""Check the model of the shared memory port: bookings get the first free clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check tensor memory: products of CTA pairs, A in tensor memory, copies, refusals.
+"""Check tensor memory: products of CTA pairs, A in tensor memory, copies, invalid use.
 
 PTX ISA, "TensorCore 5th Generation Family Instructions": "CTA Pair", "Issue Granularity", "Data Path
 Layout Organization", "Matrix Shape", tcgen05.alloc, tcgen05.cp, tcgen05.mma, tcgen05.commit.

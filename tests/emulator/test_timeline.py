@@ -157,7 +157,7 @@ def test_a_wait_ends_after_the_last_arrival() -> None:
     slow = predict(
         HAND_OVER, block=(64, 1, 1), shared=1024, constants=emulator.Constants(barrier=530.0)
     )
-    # Both meet at a barrier first, and the second waits for the first.
+    # The time counts twice: at the bar.sync after mbarrier.init, and at the wait.
     assert slow.clocks == pytest.approx(t.clocks + 2 * 500)
 
 

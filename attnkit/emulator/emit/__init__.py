@@ -1,5 +1,7 @@
 """Translate PTX instructions into Python code.
 
-In: kernels of `ptx`. Out: functions as text. The text calls `ops` and `numerics` by name;
-`execution` compiles it.
+In: kernels of `ptx`. Out: the source text of Python functions, one per basic block. The text calls
+functions of `ops` and `numerics` by name; `execution` compiles it.
+
+Functions named after a PTX instruction return the lines of Python code for it ("emit" it).
 """

@@ -1,4 +1,7 @@
-"""Emit asynchronous copies and tensor-core instructions: cp.async, mma, wgmma, tcgen05."""
+"""Emit Python code for asynchronous copies, tensor-core instructions and cluster launch control.
+
+The opcodes are cp, mma, wgmma, tcgen05 and clusterlaunchcontrol.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from attnkit.emulator.ptx.kernel import Instr
 
 
 def cp(e: Emitter, c: Instr) -> list[str]:
-    """Emit cp.async, cp.async.bulk, cp.async.bulk.tensor, cp.reduce.async.bulk and their groups."""
+    """Emit cp.async, cp.async.bulk, cp.async.bulk.tensor or cp.reduce.async.bulk.
+
+    This includes commit_group and mbarrier.arrive, but not wait_group, which `waits` emits. A
+    prefetch needs no code.
+    """
     op, p = c.op, c.parts
     if op.startswith("cp.async.bulk.commit_group"):
         return ["bulk_commit(W,m)"]
@@ -35,7 +42,7 @@ def cp(e: Emitter, c: Instr) -> list[str]:
 
 
 def _map_operand(e: Emitter, a: str) -> tuple[str, str]:
-    """Split `[descriptor, {coordinates}]` into two expressions."""
+    """Return expressions for the tensor map's address and the coordinates in `[map, {x, y}]`."""
     inner = a.strip()[1:-1]
     i = inner.index("{")
     coords = e.values(inner[i:], "i4")
@@ -43,7 +50,7 @@ def _map_operand(e: Emitter, a: str) -> tuple[str, str]:
 
 
 def _tensor(e: Emitter, c: Instr) -> list[str]:
-    """Emit a TMA load or store."""
+    """Emit a TMA load, store or reduction (cp.async.bulk.tensor)."""
     p, a = c.parts, c.args
     if not c.has("tile") and any(x.startswith("im2col") or "gather" in x for x in p):
         raise e.fail(c)
@@ -59,7 +66,7 @@ def _tensor(e: Emitter, c: Instr) -> list[str]:
 
 
 def _bulk(e: Emitter, c: Instr) -> list[str]:
-    """Emit a bulk copy without a tensor map."""
+    """Emit a bulk copy or reduction without a tensor map."""
     p, a = c.parts, c.args
     spaces = [x.split("::")[0] for x in p if x.split("::")[0] in ("shared", "global")]
     size = e.val(a[2], "u4")
@@ -79,10 +86,10 @@ def _bulk(e: Emitter, c: Instr) -> list[str]:
 
 
 def wgmma(e: Emitter, c: Instr) -> list[str]:
-    """Emit wgmma.mma_async of one warpgroup, its fence, commit and wait."""
+    """Emit wgmma.mma_async, wgmma.fence or wgmma.commit_group."""
     p, a = c.parts, c.args
     if p[1] == "fence":
-        return []  # register accesses are in order here; `ptx.wgmma_fences` finds missing fences
+        return []  # registers are accessed in order here; `ptx.wgmma_fences` finds missing fences
     if p[1] == "commit_group":
         return ["wgmma_commit(W)"]
     shape = next((re.fullmatch(r"m64n(\d+)k(\d+)", x) for x in p if x.startswith("m64")), None)
@@ -108,7 +115,7 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
 
 
 def mma(e: Emitter, c: Instr) -> list[str]:
-    """Emit mma.sync, which computes one small product per warp."""
+    """Emit mma.sync, which computes one small matrix product per warp."""
     p, a = c.parts, c.args
     shapes = [re.fullmatch(r"m(\d+)n(\d+)k(\d+)", x) for x in p]
     shape = next((x for x in shapes if x), None)
@@ -127,7 +134,7 @@ def mma(e: Emitter, c: Instr) -> list[str]:
 
 
 def tcgen05(e: Emitter, c: Instr) -> list[str]:
-    """Emit the tensor-memory instructions of Blackwell."""
+    """Emit a tcgen05 instruction of Blackwell's tensor cores and tensor memory, except a wait."""
     what, a = c.parts[1], c.args
     group = 2 if "cta_group::2" in c.op else 1
     if what == "alloc":
@@ -198,7 +205,7 @@ def _tc_mma(e: Emitter, c: Instr, group: int) -> list[str]:
 
 
 def clc(e: Emitter, c: Instr) -> list[str]:
-    """Emit cluster launch control, which requests the next cluster of the grid."""
+    """Emit clusterlaunchcontrol: request the next cluster of the grid, or decode the response."""
     if c.parts[1] == "try_cancel":
         every = any("multicast" in x for x in c.parts)
         return [f"clc_try_cancel(W,{e.addr(c.args[0])},{e.addr(c.args[1])},m,{every})"]

@@ -1,7 +1,7 @@
 """Translate a basic block into a Python function, for a full or for a partial mask of lanes.
 
-A block function returns the index of the next block, -1 at exit, None when it has to wait, or
-(predicate, block if true, block if false).
+A block function executes the block and returns the index of the next block, or -1 at exit. At a
+conditional branch it returns (predicate, block if true, block if false); if it must wait, None.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ EMIT: dict[str, Emit] = {
     **MEMORY_OPS,
     **ASYNC_OPS,
 }
-# Instructions without effect on values here.
+# Instructions without an effect here, such as cache hints and setmaxnreg; createpolicy gives 0.
 NOTHING = {"prefetch", "prefetchu", "applypriority", "setmaxnreg"}
 NOTHING |= {"discard", "createpolicy", "pmevent", "nop"}
 _OPERATION = re.compile(r"\w\(W[,)]")  # matches the call of an operation, which may fault
 
 
 def block_source(e: Emitter, index: int, masked: bool) -> str:
-    """Return the Python text of one block; `masked`: whether some lanes may be inactive."""
+    """Return the source text of the Python function of one block.
+
+    Args:
+        masked: whether some lanes may be inactive.
+    """
     block = e.kernel.blocks[index]
     if is_blocking(block[0]):
         lines = waiting(e, index)
@@ -70,7 +74,7 @@ def emit_instruction(e: Emitter, c: Instr) -> list[str]:
 
 
 def _fence(c: Instr) -> list[str]:
-    """Emit fence or membar."""
+    """Emit fence or membar; proxy fences other than fence.proxy.async need no code."""
     if c.op.startswith("fence.mbarrier_init"):
         return ["fence_initialisation(W)"]
     if "proxy" not in c.parts:
@@ -100,7 +104,7 @@ def _straight(e: Emitter, block: list[Instr], index: int, masked: bool) -> list[
 
 
 def _guarded(e: Emitter, c: Instr, lines: list[str]) -> list[str]:
-    """Make the lines of an instruction depend on its guard predicate."""
+    """Return the lines of an instruction, conditional on its guard predicate if it has one."""
     if c.pred is None or not lines:
         return lines
     guard = ("~" if c.negated else "") + e.boolean(c.pred)

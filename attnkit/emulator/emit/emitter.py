@@ -3,7 +3,7 @@
 Generated code sees `W` (the gang of warps), `R` (its registers) and `m` (the mask of active lanes).
 Each register is an immutable vector of lanes, stored in one numpy type of its size. A 32-bit
 register that is mostly used as a float32 is stored as float32, so that arithmetic needs no
-reinterpretation.
+reinterpretation. Names of types are numpy's, such as "u4" for uint32.
 """
 
 from __future__ import annotations
@@ -103,13 +103,17 @@ _ADDRESS = re.compile(r"^([^+]+?)\s*(?:\+\s*(-?(?:0x[0-9a-fA-F]+|\d+)))?$")
 
 
 def storage_types(kernel: PtxKernel) -> dict[str, str]:
-    """Choose the numpy type that stores each register: the one that most instructions use it as."""
+    """Return the numpy type that stores each register.
+
+    A register of 32 or 64 bits is stored as a float if most instructions use it as a float, and
+    else as an unsigned integer. A predicate is stored as bool.
+    """
     votes: Counter[str] = Counter()
     for c in kernel.instructions():
         kinds = [p for p in c.parts[1:] if p in ("f32", "f64", "s32", "u32", "s64", "u64", "b32")]
         if not kinds or (c.parts[0] in ("ld", "st", "mov", "shfl", "selp") and kinds[-1][0] == "b"):
             continue
-        if c.parts[0] == "cp":  # its type is of data in memory, not in registers
+        if c.parts[0] == "cp":  # its type is that of data in memory, not in registers
             continue
         if c.parts[0] == "wgmma":
             kinds = [p for p in c.parts if p in ("f32", "s32")][:1]
@@ -127,10 +131,12 @@ def storage_types(kernel: PtxKernel) -> dict[str, str]:
 
 
 class Emitter:
-    """Translates operands into expressions, and collects the constants of a kernel.
+    """Translates operands into Python expressions, and collects the constants of a kernel.
+
+    Methods return expressions as text.
 
     Attributes:
-        symbols: name -> (space, offset or address).
+        symbols: (state space, offset or address) of each variable of the kernel, by name.
         index: number of each register.
         store: numpy type that stores each register.
         constants, objects: values that generated code refers to by name.
@@ -154,7 +160,7 @@ class Emitter:
         )
 
     def is_dead(self, register: str) -> bool:
-        """Return whether nothing reads a register that one instruction writes."""
+        """Return whether no instruction reads `register`, given that one instruction writes it."""
         return register == "_" or self._mentions[register] == 1
 
     def fail(self, c: Instr, why: str = "") -> UnknownOpcode:
@@ -164,7 +170,7 @@ class Emitter:
 
     # ---- operands
     def const(self, value: int | float | bool, kind: str) -> str:
-        """Return the name of a vector with equal lanes; `kind` is a numpy type or "bool"."""
+        """Return the name of a vector with `value` in all lanes; `kind`: a numpy type or "bool"."""
         if kind == "bool":
             scalar: Any = np.bool_(value)
         elif kind in ("f4", "f8"):
@@ -176,7 +182,7 @@ class Emitter:
         return self._constant(scalar, kind)
 
     def _constant(self, scalar: Any, kind: str) -> str:
-        """Return the name of a scalar; equal scalars share one name."""
+        """Return the name of the vector of a scalar; equal scalars of one type share a name."""
         key = (scalar.tobytes(), kind)
         if key not in self._names:
             self._names[key] = f"C{len(self._names)}"
@@ -184,13 +190,13 @@ class Emitter:
         return self._names[key]
 
     def object(self, value: Any) -> str:
-        """Return the name of a value that no run changes, such as the form of a product."""
+        """Return the name of a constant object, such as a `WgmmaForm`; equal ones share a name."""
         name = next((n for n, v in self.objects.items() if v == value), f"X{len(self.objects)}")
         self.objects[name] = value
         return name
 
     def _float_bits(self, text: str, kind: str | None) -> str:
-        """Return the name of a floating-point constant that PTX writes as bits."""
+        """Return the name of a floating-point constant in bits, such as 0f3F800000."""
         size = 4 if len(text) == 10 else 8
         scalar: Any = np.array(int(text[2:], 16), f"u{size}")
         kind = kind or f"f{size}"
@@ -203,13 +209,13 @@ class Emitter:
         return a in self.index
 
     def val(self, a: str, kind: str | None = None) -> str:
-        """Return operand `a` as a vector of numpy type `kind` (None: as stored)."""
+        """Return an expression for operand `a`, as a vector of type `kind` (None: as stored)."""
         if a in self.index:
             return self._register(a, kind)
         if _FLOAT.match(a):
             return self._float_bits(a, kind)
         if _INT.match(a):
-            if kind in ("f4", "f8"):  # PTX means the bits of a float here
+            if kind in ("f4", "f8"):  # PTX: an integer here gives the bits of a float
                 bits = self.const(int(a.rstrip("U"), 0), f"u{kind[1]}")
                 return f"{bits}.view({kind})"
             return self.const(int(a.rstrip("U"), 0), kind or "u4")
@@ -221,7 +227,7 @@ class Emitter:
         raise UnknownOpcode(f"operand {a!r} is not a register, number or symbol known here")
 
     def _register(self, a: str, kind: str | None) -> str:
-        """Return register `a` as a vector of numpy type `kind` (None: as stored)."""
+        """Return an expression for register `a`, as a vector of type `kind` (None: as stored)."""
         have, r = self.store[a], f"R[{self.index[a]}]"
         if kind is None or kind == have or have == "bool":
             return r
@@ -237,7 +243,7 @@ class Emitter:
         return f"{r}.astype({kind})"
 
     def _symbol(self, name: str, offset: int, kind: str) -> str:
-        """Return the address of a variable of the kernel."""
+        """Return an expression for the address of a variable of the kernel, plus `offset` bytes."""
         space, value = self.symbols[name]
         if space == "shared":
             e = f"(W.rank_bits|{self.const(value + offset, 'u4')})"
@@ -245,13 +251,17 @@ class Emitter:
         return self.const(value + offset, kind)
 
     def boolean(self, a: str) -> str:
-        """Return operand `a` as a vector of booleans."""
+        """Return an expression for operand `a` as a vector of booleans."""
         return (
             self.val(a, "bool") if self.is_reg(a) else self.const(a not in ("0", "false"), "bool")
         )
 
     def addr(self, a: str) -> str:
-        """Return `[base+offset]` as unsigned addresses (u4 for shared, u8 otherwise)."""
+        """Return an expression for the addresses `[base+offset]`.
+
+        They are u8 for a 64-bit register, a number or a variable that is not in shared memory, and
+        u4 otherwise.
+        """
         m = _ADDRESS.match(a.strip()[1:-1].strip())
         if m is None:
             raise UnknownOpcode(f"address {a!r} cannot be read")
@@ -266,17 +276,17 @@ class Emitter:
         return self.const(int(base, 0) + off, "u8")
 
     def vector(self, a: str) -> list[str]:
-        """Return the elements of `{a, b, ...}`, or the one operand."""
+        """Return the elements of a vector operand `{a, b, ...}`, or a list of a scalar operand."""
         a = a.strip()
         return [x.strip() for x in a[1:-1].split(",")] if a.startswith("{") else [a]
 
     def values(self, a: str, kind: str) -> str:
-        """Return the elements of an operand as the text of a list of vectors."""
+        """Return an expression for a list of the elements of an operand."""
         return "[" + ",".join(self.val(x, kind) for x in self.vector(a)) + "]"
 
     # ---- destinations
     def put(self, d: str, e: str, kind: str) -> list[str]:
-        """Assign expression `e` of numpy type `kind` to register `d`."""
+        """Return code that assigns `e` of type `kind` to the active lanes of register `d`."""
         if d == "_":
             return []
         have, i = self.store[d], self.index[d]
@@ -285,7 +295,7 @@ class Emitter:
         return [f"R[{i}]=" + (f"where(m,{e},R[{i}])" if self.masked else e)]
 
     def _convert(self, e: str, kind: str, have: str) -> str:
-        """Convert an expression from one storage type to another."""
+        """Return an expression that converts `e` from type `kind` to type `have`."""
         a, b = BYTES[kind], BYTES[have]
         if a == b:
             return f"({e}).view({have})"
@@ -293,6 +303,6 @@ class Emitter:
         return f"({e}).astype({mid}).view({have})"
 
     def stored(self, a: str, size: int) -> str:
-        """Return the storage type of register `a` if it has `size` bytes, else unsigned."""
+        """Return a type of `size` bytes for register `a`: as stored if possible, else unsigned."""
         have = self.store.get(a, "bool")
         return have if BYTES.get(have) == size else f"u{size}"

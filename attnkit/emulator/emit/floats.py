@@ -1,4 +1,4 @@
-"""Emit the floating-point instructions of the PTX ISA: f16, bf16, f32, f64 and packed pairs."""
+"""Emit Python code for floating-point instructions: f16, bf16, f32, f64 and packed pairs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUND = ("rz", "rm", "rp")
 
 
 def arithmetic(e: Emitter, c: Instr) -> list[str]:
-    """Emit add, sub, mul, fma, div, min, max, neg, abs and the like, by type of operands."""
+    """Emit add, sub, mul, fma, mad, div, min, max, neg, abs or copysign of any operand type."""
     kind = c.parts[-1]
     if kind in ("bf16", "f16") and "f32" in c.parts:
         return _mixed(e, c)
@@ -45,7 +45,7 @@ def arithmetic(e: Emitter, c: Instr) -> list[str]:
 
 
 def _flush(e: Emitter, c: Instr, x: str) -> str:
-    """Return expression `x`, with subnormals flushed to zero if the instruction says so."""
+    """Return expression `x`, with subnormals flushed to zero if the instruction has .ftz."""
     return f"ftz({x})" if "ftz" in c.parts else x
 
 
@@ -79,9 +79,12 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
 
 
 def _directed(op: str, x: list[str], mode: str) -> str:
-    """Emit float32 arithmetic that rounds in one direction.
+    """Return an expression for float32 arithmetic with directed rounding.
 
-    Products of float32 are exact in float64; sums are not and need more work.
+    A product of float32 values is exact in float64. A sum may not be, so `directed_sum` adds.
+
+    Args:
+        mode: "rz", "rm" or "rp".
     """
     product = f"{x[0]}.astype(f8)*{x[1]}"
     if op == "mul":
@@ -92,7 +95,7 @@ def _directed(op: str, x: list[str], mode: str) -> str:
 
 
 def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
-    """Emit min or max."""
+    """Return an expression for min or max of two or three operands."""
     if c.has("xorsign"):
         raise e.fail(c)
     if c.has("abs"):
@@ -160,7 +163,7 @@ def _half(e: Emitter, c: Instr) -> list[str]:
 
 
 def special(e: Emitter, c: Instr) -> list[str]:
-    """Emit ex2, lg2, rcp, sqrt, rsqrt, sin, cos or tanh; approximations are computed exactly."""
+    """Emit ex2, lg2, rcp, sqrt, rsqrt, sin, cos or tanh; .approx is as precise as numpy."""
     op, kind = c.parts[0], c.parts[-1]
     if kind in ("f16", "f16x2", "bf16", "bf16x2"):
         return _half(e, c)

@@ -1,4 +1,4 @@
-"""Emit the integer and bit instructions of the PTX ISA."""
+"""Emit Python code for integer, bit and predicate instructions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKED = ("s16x2", "u16x2")
 
 
 def integer(e: Emitter, c: Instr) -> list[str]:
-    """Emit an instruction of integer type."""
+    """Emit an instruction whose type is an integer, bits or pred."""
     op, p, a = c.parts[0], c.parts, c.args
     if p[-1] == "pred":
         return _predicate(e, c)
@@ -39,7 +39,7 @@ def integer(e: Emitter, c: Instr) -> list[str]:
 
 
 def _predicate(e: Emitter, c: Instr) -> list[str]:
-    """Emit logic on predicates."""
+    """Emit and, or, xor or not of predicates."""
     a = c.args
     x = [e.boolean(v) for v in a[1:]]
     expr = {"not": "~{0}"}.get(c.parts[0]) or "{0}" + _INFIX[c.parts[0]] + "{1}"
@@ -71,7 +71,7 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
-    """Emit 32-bit additions and subtractions that set the carry flag, add it, or both."""
+    """Emit 32-bit add, sub or mad that sets the carry flag, adds it (or subtracts it), or both."""
     p, a = c.parts, c.args
     if BYTES[t] != 4 or (p[0].startswith("mad") and p[1] not in ("lo", "hi")):
         raise e.fail(c, "carry flag of other than 32 bits")
@@ -106,7 +106,7 @@ def _shift(e: Emitter, c: Instr, t: str) -> list[str]:
 
 
 def _one_operand(e: Emitter, c: Instr, t: str) -> list[str]:
-    """Emit instructions of one operand, bit fields and permutations."""
+    """Emit the other instructions: of one operand, bit fields, shf, prmt, lop3 and sad."""
     op, p, a, un = c.parts[0], c.parts, c.args, f"u{BYTES[t]}"
     if op == "not":
         return e.put(a[0], f"~{e.val(a[1], un)}", un)

@@ -1,4 +1,4 @@
-"""Emit loads, stores, atomics, matrix moves and mbarrier operations."""
+"""Emit Python code for loads, stores, atomics, ldmatrix, stmatrix and mbarrier instructions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ _SEMANTICS = ("acquire", "release", "acq_rel", "relaxed")
 
 
 def _order(e: Emitter, c: Instr, default: Order | None) -> str:
-    """Return the name of the Order of an access, or "None" for a weak one."""
+    """Return the name of the memory `Order` of an access, or "None" for a weak access.
+
+    Args:
+        default: order of an instruction without modifiers; None if it is weak.
+    """
     if c.has("volatile", "mmio"):
         return e.object(Order("relaxed", SCOPES["sys"]))
     semantics = c.option(*_SEMANTICS)
@@ -43,7 +47,7 @@ def _order(e: Emitter, c: Instr, default: Order | None) -> str:
 
 
 def load(e: Emitter, c: Instr) -> list[str]:
-    """Emit ld."""
+    """Emit ld or ldu."""
     kind, n = _element(e, c)
     space, regs = space_of(c), e.vector(c.args[0])
     size = BYTES[kind]
@@ -67,7 +71,7 @@ def load(e: Emitter, c: Instr) -> list[str]:
 
 
 def _load_param(e: Emitter, c: Instr, regs: list[str], size: int, kind: str) -> list[str]:
-    """Emit ld.param."""
+    """Emit ld.param; an address that names no kernel parameter is taken as generic."""
     inner = c.args[1].strip()[1:-1]
     base, _, off = inner.partition("+")
     name = base.strip()
@@ -88,7 +92,7 @@ def _load_param(e: Emitter, c: Instr, regs: list[str], size: int, kind: str) -> 
 
 
 def store(e: Emitter, c: Instr) -> list[str]:
-    """Emit st."""
+    """Emit st or st.async."""
     if c.parts[1] == "async":
         return _store_async(e, c)
     kind, _ = _element(e, c)

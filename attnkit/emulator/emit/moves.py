@@ -1,4 +1,4 @@
-"""Emit moves, selection, comparison, conversion and warp-wide instructions."""
+"""Emit Python code for moves, selection, comparison, conversion and warp-wide instructions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CMP = {*_INT_CMP, "neu", "equ", "nan", "num", *_INVERSE}
 
 
 def mov(e: Emitter, c: Instr) -> list[str]:
-    """Emit mov, also where it packs or unpacks vectors."""
+    """Emit mov, including the forms that pack or unpack a vector of registers."""
     d, s = c.args[0], c.args[1]
     if c.parts[-1] == "pred":
         return e.put(d, e.boolean(s), "bool")
@@ -26,7 +26,7 @@ def mov(e: Emitter, c: Instr) -> list[str]:
 
 
 def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
-    """Emit code that splits a register into its parts."""
+    """Return code that splits register `s` of `size` bytes into the registers of `d`."""
     regs = e.vector(d)
     if size == 16:
         out = [f"T={e.val(s, 'c16')}.view(u8)"]
@@ -42,7 +42,7 @@ def _unpack(e: Emitter, d: str, s: str, size: int) -> list[str]:
 
 
 def _pack(e: Emitter, s: str, size: int) -> str:
-    """Return an expression that joins parts to one register."""
+    """Return an expression that joins the registers of `s` into a value of `size` bytes."""
     regs = e.vector(s)
     if size == 16:
         return f"quad({e.val(regs[0], 'u8')},{e.val(regs[1], 'u8')})"
@@ -63,7 +63,7 @@ def selp(e: Emitter, c: Instr) -> list[str]:
 
 
 def compare(e: Emitter, c: Instr, cmp: str, kind: str) -> str:
-    """Return an expression for a comparison."""
+    """Return an expression for comparison `cmp` of operands of PTX type `kind`."""
     a, b = c.args[1], c.args[2]
     if kind in ("f16", "bf16"):
         x, y = (f"{kind}_to_f32({e.val(v, 'u2')})" for v in (a, b))
@@ -89,7 +89,7 @@ def compare(e: Emitter, c: Instr, cmp: str, kind: str) -> str:
 
 
 def setp(e: Emitter, c: Instr) -> list[str]:
-    """Emit setp, with an optional second destination and Boolean operand."""
+    """Emit setp, with an optional second destination and an optional Boolean operand."""
     cmp, kind = c.option(*_CMP), c.parts[-1]
     if cmp is None or (kind not in NUMPY and kind not in ("f16", "bf16")):
         raise e.fail(c)
@@ -183,7 +183,7 @@ def _cvt_pair(e: Emitter, c: Instr, dt: str, st: str) -> list[str]:
 
 
 def cvta(e: Emitter, c: Instr) -> list[str]:
-    """Emit cvta as a move, as addresses are the same in every space here."""
+    """Emit cvta as a move, because here an address has the same value in every state space."""
     size = BYTES[NUMPY[c.parts[-1]]]
     return e.put(c.args[0], e.val(c.args[1], f"u{size}"), f"u{size}")
 

@@ -1,4 +1,7 @@
-"""Emit instructions that may wait. Each is a block whose function returns None while it waits."""
+"""Emit Python code for instructions that may wait.
+
+Each of them is a basic block of its own, whose function returns None while it has to wait.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from attnkit.emulator.ptx.kernel import Instr, PtxKernel, is_poll
 
 
 def is_spin(kernel: PtxKernel, index: int) -> bool:
-    """Return whether the try_wait in block `index` begins a loop that does nothing but wait."""
+    """Return whether the wait in block `index` begins a loop that does nothing but wait."""
     blocks, labels = kernel.blocks, kernel.labels
     wait = blocks[index][0]
     nxt = blocks[index + 1][0] if index + 1 < len(blocks) else None
@@ -53,14 +56,14 @@ def _try_wait(e: Emitter, c: Instr, index: int) -> list[str]:
 
 
 def _poll(e: Emitter, c: Instr, index: int) -> list[str]:
-    """Emit a read of global memory in whose loop a warp may spin."""
+    """Emit a load or atomic on global memory that a warp may repeat in a spin loop."""
     body = load(e, c) if c.parts[0] == "ld" else atomic(e, c)
     watch = [e.index[r] for r in e.vector(c.args[0]) if r in e.index]
     return [*body, f"note_poll(W,{index},{watch},m)"]
 
 
 def _call(e: Emitter, c: Instr, index: int) -> str:
-    """Return a call of the operation that says whether the wait is over."""
+    """Return a call of the operation; its result is whether the warps may go on."""
     p, a, op = c.parts, c.args, c.op
     if p[0] in ("bar", "barrier") and "cluster" in p:
         return f"cluster_arrive(W,m,{'relaxed' in p})" if "arrive" in p else "cluster_wait(W,m)"

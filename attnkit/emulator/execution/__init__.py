@@ -1,5 +1,5 @@
 """Run a launch: bind generated code to operations, and let warps take turns.
 
-In: a launch of `machine` with a kernel of `ptx`. Out: counts of what was executed. It reports
-deadlocks and unfinished work.
+In: a launch of `machine` with a kernel of `ptx`. Out: counts of the executed instructions. It
+reports deadlocks, and work that is unfinished at exit.
 """

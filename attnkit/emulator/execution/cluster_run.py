@@ -1,4 +1,7 @@
-"""Run a cluster: let gangs take turns, complete asynchronous work, check the state at exit."""
+"""Run a cluster: let gangs take turns, complete asynchronous work, check the state at exit.
+
+A gang is a set of warps of one CTA that execute each instruction together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.launch import Launch
 
 _AGENT = re.compile(r"warp (\d+)\.(\d+)")  # matches the `agent_name` of a gang
-STALLED_ROUNDS = 64  # rounds with nothing but polling after which the cluster counts as deadlocked
+STALLED_ROUNDS = 64  # rounds in which gangs only poll, until the cluster counts as deadlocked
 
 
 class ClusterRun:
@@ -21,7 +24,7 @@ class ClusterRun:
 
     Attributes:
         cluster: state of the cluster.
-        stalled: number of rounds in a row with nothing but polling.
+        stalled: number of consecutive rounds in which no gang did more than poll.
     """
 
     def __init__(
@@ -48,7 +51,11 @@ class ClusterRun:
         return [g for gangs in self._gangs for g in gangs]
 
     def step(self) -> bool:
-        """Let every gang run until it waits; return False if the cluster made no progress."""
+        """Let every gang run until it waits; return whether the cluster may still make progress.
+
+        If no gang could run, complete one asynchronous operation. If there is none either, gangs
+        that poll may still see a change by another cluster, for up to `STALLED_ROUNDS` rounds.
+        """
         cluster = self.cluster
         before, moved = cluster.events, False
         order = self.gangs()
@@ -75,7 +82,7 @@ class ClusterRun:
         return not any(self._gangs)
 
     def finish(self) -> None:
-        """Complete the remaining asynchronous work, and report what must not remain at exit."""
+        """Complete the remaining asynchronous work, and report what the kernel left undone."""
         while self.cluster.release_one():
             pass
         for cta in self.cluster.ctas:
@@ -97,7 +104,7 @@ class ClusterRun:
                     self.launch.note(Finding("unfinished", text, at, severity))
 
     def _uneven_products(self, cta: Cta) -> None:
-        """Report warpgroups whose warps did not execute the same number of wgmma."""
+        """Report warpgroups whose warps executed different numbers of wgmma instructions."""
         for first in sorted({w // 4 * 4 for w in cta.products}):
             counts = [cta.products[w] for w in range(first, first + 4)]
             if len(set(counts)) > 1:
@@ -105,7 +112,7 @@ class ClusterRun:
                 self.launch.note(Finding("convergence", text, Place(cta.ctaid, (first,))))
 
     def _uneven_allocations(self, cta: Cta) -> None:
-        """Report a pair of CTAs that did not allocate tensor memory of cta_group::2 alike."""
+        """Report a CTA whose allocations of cta_group::2 differ from those of its peer CTA."""
         ctas = self.cluster.ctas
         peer = ctas[cta.rank ^ 1] if cta.rank ^ 1 < len(ctas) else None
         mine = cta.tmem.collective
@@ -115,7 +122,7 @@ class ClusterRun:
             self.launch.note(Finding("tensor-memory", text, Place(cta.ctaid)))
 
     def _unfinished_bulk(self, cta: Cta) -> None:
-        """Report bulk stores that nobody waited for, and complete them."""
+        """Report bulk stores for which no thread waited, and complete them."""
         self.cluster.actor = cta.rank
         for thread, state in cta.bulk.items():
             left = [g for g in [*state.committed, state.current] if g.lines]
@@ -128,9 +135,9 @@ class ClusterRun:
                 for work in group.work:
                     work()
 
-    # ---- names of agents of the race detector
+    # ---- names of the agents of the race detector
     def rank_of(self, agent: str) -> int:
-        """Return the rank of the CTA in an agent's name, or 0."""
+        """Return the rank of the CTA in an agent's name, or 0 if the name has none."""
         match = _AGENT.search(agent)
         return int(match.group(1)) if match else 0
 

@@ -79,7 +79,7 @@ class GeneratedKernel:
         return space
 
     def initial_registers(self, width: int) -> list[Any]:
-        """Return the registers of a new gang, with values that are unlikely to pass for results."""
+        """Return the registers of a new gang, filled with values that are unlikely results."""
         fill = {
             "bool": np.zeros(width, bool),
             "u2": np.full(width, 0xDEAD, np.uint16),

@@ -1,4 +1,4 @@
-"""Run a launch: the clusters of its grid, some of them side by side."""
+"""Run a launch: the clusters of its grid, a few at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnkit.emulator.execution.generated_kernel import GeneratedKernel
 from attnkit.emulator.faults import Finding, KernelFault, Place
 from attnkit.emulator.machine.launch import Launch
 
-RESIDENT = 264  # most clusters that run side by side when they wait for each other
+RESIDENT = 264  # most clusters that are active at once, when they wait for clusters not yet started
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class LaunchStats:
     Attributes:
         warp_instructions: instructions, each counted once for every warp.
         seconds: time that the emulator took.
+        ctas: number of CTAs that ran.
         opcodes: warp instructions by opcode.
         work: FLOP and bytes by unit.
         covered: share of the kernel's instructions that any warp reached, 0 to 1.
@@ -51,10 +52,10 @@ class Grid:
         self._together = _together(launch)
 
     def run(self) -> LaunchStats:
-        """Run the grid: some clusters side by side, and more of them when those wait for others.
+        """Run all clusters: a few at a time, and more when the active ones wait for others.
 
         Raises:
-            KernelFault: the kernel cannot go on.
+            KernelFault: the kernel faulted, is deadlocked, or exceeds the limit of blocks.
         """
         begin = time.perf_counter()
         for name, data in self.launch.static.globals:
@@ -73,7 +74,7 @@ class Grid:
         return self._stats(time.perf_counter() - begin, ctas)
 
     def _start_next(self) -> None:
-        """Start the next cluster that was not launched yet."""
+        """Start the next cluster of the grid."""
         launch = self.launch
         x, y, z = launch.first_cta(launch.waiting.pop(0))
         sx, sy, sz = launch.cluster
@@ -81,7 +82,7 @@ class Grid:
         self._active.append(ClusterRun(launch, self.code, ids, self._rng))
 
     def _round(self) -> int:
-        """Give every active cluster a turn; return the number of CTAs that ended."""
+        """Give every active cluster a turn; return the number of CTAs that finished."""
         launch, active = self.launch, self._active
         while launch.waiting and len(active) < self._together:
             self._start_next()
@@ -100,7 +101,11 @@ class Grid:
         return sum(len(c.cluster.ctas) for c in over)
 
     def _wake(self) -> None:
-        """Start one more cluster when no other can continue: they may be waiting for it."""
+        """Start one more cluster when no active one can continue, as they may poll for its results.
+
+        Raises:
+            KernelFault: no gang polls, or no cluster can be started: this is a deadlock.
+        """
         active = self._active
         if not self.launch.waiting or len(active) >= RESIDENT:
             raise active[0].deadlock()
@@ -155,10 +160,10 @@ class Grid:
 
 
 def _together(launch: Launch) -> int:
-    """Return how many clusters run side by side.
+    """Return how many clusters run at a time.
 
-    With cluster launch control it is one, so that clusters are left for it to take over. In the
-    adversarial mode it depends on the seed.
+    It is one if the kernel uses cluster launch control, so that clusters are left for the running
+    one to take over. In the adversarial mode it depends on the seed instead.
     """
     ops = (c.parts[0] for c in launch.kernel.instructions())
     alone = "clusterlaunchcontrol" in ops and not launch.mode.late

@@ -1,6 +1,7 @@
-"""Run a gang of warps. Lanes that diverge form groups, and gangs split.
+"""Run a gang: warps of one CTA that execute each instruction together.
 
-A group is the lanes that go on at the same block.
+Lanes that diverge form groups, and warps that diverge may form a gang of their own. A group is the
+set of lanes that continue at the same basic block.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from attnkit.emulator.machine.gang import Gang
 from attnkit.emulator.numerics.formats import Lanes
 from attnkit.emulator.ops.wgmma import multiply_group
 
-TURN = 50_000  # most blocks that a gang runs before others have their turn
+TURN = 50_000  # most basic blocks that a gang runs before the next gang has its turn
 
 
 class ScheduledGang(Gang):
     """Runs the blocks of a kernel for the warps of a gang.
 
-    Groups at the same block merge. The group at the lowest block runs first; if it has to wait, the
-    next one runs. A group of whole warps that waits while others run becomes a gang of its own, so
-    that warps of different roles no longer share masks.
+    Groups that reach the same block merge. The group at the lowest block runs first; if it has to
+    wait, the next one runs. A group of whole warps that waits while others run becomes a gang of
+    its own, so that warps of different roles are no longer masked against each other.
 
     Attributes:
         siblings: all gangs of the CTA; a gang that splits off is appended.
@@ -68,7 +69,7 @@ class ScheduledGang(Gang):
 
     # ---- running
     def run(self) -> bool:
-        """Run until every group waits, yields or has exited; return whether anything ran."""
+        """Run until all groups wait, the gang yields, or no lane is left; return if any ran."""
         ran = False
         self.polling = False
         try:
@@ -96,7 +97,7 @@ class ScheduledGang(Gang):
         return ran
 
     def _run_full(self, pc: int) -> tuple[bool, bool]:
-        """Run while all lanes are at one block; return (whether anything ran, whether to go on)."""
+        """Run while all lanes are at one block; return (whether any ran, whether to go on)."""
         table, bind = self._functions
         functions, registers, full, width = table[0], self.R, self.full, self.width
         count = np.count_nonzero
@@ -166,7 +167,7 @@ class ScheduledGang(Gang):
         return False
 
     def _add(self, pc: int, m: Any) -> None:
-        """Let the lanes `m` continue at block `pc`; they exit if it is negative."""
+        """Let the lanes `m` continue at block `pc`; they exit if `pc` is negative."""
         if pc < 0:
             self.cta.exited += int(np.count_nonzero(m))
             return
@@ -180,7 +181,7 @@ class ScheduledGang(Gang):
 
     # ---- splitting
     def _shed(self, pc: int, m: Any) -> bool:
-        """Move the rest to a narrower gang if whole warps have exited; return whether they have."""
+        """Move the rest to a narrower gang if whole warps have exited; return whether any have."""
         rows = m.reshape(-1, 32)
         some = rows.any(1)
         if some.all():
@@ -189,9 +190,11 @@ class ScheduledGang(Gang):
         return True
 
     def _part_roles(self, pc: int, target: int) -> None:
-        """Split off warps that branch at block `pc` and share no more work, if the run is recorded.
+        """Split off the warps that branch to block `target`, if events are recorded.
 
-        In one gang, one of them would wait for the other, and the record would show that.
+        This is done only if block `pc` sends whole warps to different code that shares no later
+        work. In one gang, the one part would run only while the other waits, and the recorded
+        events would contain that false dependence.
         """
         if self.events is None or len(self.groups) < 2 or not self._code.post_dominators.parts(pc):
             return
@@ -200,7 +203,7 @@ class ScheduledGang(Gang):
             self._part(target, self.groups[target], rows.any(1))
 
     def _leave(self, pc: int) -> bool:
-        """Split off the warps of `leaving`, which must not run block `pc` here; return if any."""
+        """Split off the warps in `leaving`, which must run block `pc` apart; return if any."""
         if self.leaving is None:
             return False
         lanes, self.leaving = self.leaving, None
@@ -209,7 +212,7 @@ class ScheduledGang(Gang):
         return True
 
     def _split(self, pc: int, m: Any) -> None:
-        """Split off whole warps that wait while others run."""
+        """Split off the lanes `m`, which wait at `pc`, if they are whole warps and others run."""
         rows = m.reshape(-1, 32)
         some = rows.any(1)
         if len(self.groups) > 1 and (rows.all(1) == some).all() and not some.all():
@@ -221,7 +224,7 @@ class ScheduledGang(Gang):
         Args:
             staying: lanes that stay at block `pc`.
         """
-        # multiply now, while all warps that issued the products are in one gang
+        # compute the products now, while all warps that issued them are in one gang
         multiply_group(self, self.wgmma_current)
         lanes = np.flatnonzero(np.repeat(some, 32))
         warps = tuple(w for w, s in zip(self.warps, some.tolist(), strict=True) if s)
@@ -243,16 +246,16 @@ class ScheduledGang(Gang):
         del self.groups[pc]
         if staying is not None:
             self._add(pc, staying)
-        if not self.groups:  # nobody is left here; the new gangs wait for unfinished products
+        if not self.groups:  # no warp is left here; the new gangs wait for unfinished products
             self.wgmma_current, self.wgmma_groups = WgmmaGroup(), []
 
     # ---- reports
     def block_line(self, pc: int) -> int:
-        """Return the line of the PTX at which a block begins."""
+        """Return the PTX line at which a block begins."""
         return self.launch.kernel.blocks[pc][0].line
 
     def exit_checks(self) -> None:
-        """Report asynchronous work of these warps that nobody waited for."""
+        """Report wgmma and tcgen05.st of these warps for which they did not wait."""
         left = [g for g in [*self.wgmma_groups, self.wgmma_current] if g.lines]
         if left:
             text = "wgmma not waited for at exit"

@@ -1,4 +1,4 @@
-"""Run the host code of compiled kernels.
+"""Run the host code of compiled kernels without a GPU.
 
-In: arguments of a call. Out: the launches that the call makes.
+In: arguments of a call. Out: the kernel launches that the call makes.
 """

@@ -1,8 +1,8 @@
-"""Pack run-time values for the C interface of a compiled DSL function.
+"""Pack run-time values for the C interface of a compiled function of the CuTe DSL.
 
 A tensor becomes a C structure of its pointer, dynamic shapes and dynamic strides. The fake tensor
-with which the function was compiled says which of them are dynamic, and how wide. Numbers are
-passed by pointer.
+with which the function was compiled says which of them are dynamic, and how wide they are. Numbers
+are passed by pointer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ _SCALARS = {
 
 
 def is_stream(spec: Any) -> bool:
-    """Return whether a compile-time argument stands for a stream."""
+    """Return whether a compile-time argument stands for a CUDA stream."""
     return "stream" in type(spec).__name__.lower()
 
 
 def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) -> list[bytes]:
-    """Return the bytes of each C argument. `values` match `specs` without the streams.
+    """Return the bytes of each C argument.
+
+    Args:
+        specs: arguments with which the function was compiled.
+        values: run-time arguments, one for each of `specs` that is not a stream.
 
     Raises:
         ArgumentError, ShapeError: a value does not fit what the kernel was compiled for.
@@ -57,7 +61,7 @@ def pack_all(specs: Sequence[Any], values: Sequence[Any], memory: GlobalMemory) 
 
 
 def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[bytes]:
-    """Yield the bytes of the C arguments that one argument becomes."""
+    """Yield the bytes of each C argument into which one argument is packed."""
     if spec is None:
         return
     if isinstance(spec, list | tuple):
@@ -81,7 +85,7 @@ def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[by
 
 
 def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
-    """Return the C structure of a tensor."""
+    """Return the bytes of a tensor's C structure; add the tensor to global memory as `name`."""
     undefined = isinstance(value, Undefined)
     array = value.array if undefined else value
     address = memory.add(name, array, undefined=undefined)
@@ -113,7 +117,11 @@ def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
 def _dynamic(
     values: Sequence[int], spec: Sequence[Any], mask: Sequence[int], width: int
 ) -> list[tuple[int, int]]:
-    """Return (value, bits) of the dynamic entries; the DSL's symbolic integers know their width."""
+    """Return (value, bits) of the dynamic entries.
+
+    Args:
+        width: number of bits of an entry whose entry in `spec` has no width of its own.
+    """
     return [
         (v, int(getattr(s, "width", width)))
         for v, s, d in zip(values, tuple(spec), mask, strict=True)

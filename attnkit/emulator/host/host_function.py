@@ -1,7 +1,7 @@
 """Run the generated host function of a compiled kernel without a GPU, and capture its launches.
 
-The system's C compiler links the host object with `shim.c`, which takes the place of CUDA. So grid,
-cluster, shared memory size, tensor maps and every kernel parameter are those of a real call.
+The system's C compiler links the host object with `shim.c`, which replaces the CUDA runtime. So the
+grid, cluster, shared memory size, tensor maps and kernel parameters are those of a real call.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ _Callback = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Captured:
-    """Describes one kernel launch that the host function asked for.
+    """Describes one kernel launch that the host function requested.
 
-    `dependent`: it may start before the kernel before it in the stream is complete (programmatic
-    dependent launch).
+    Attributes:
+        shared: size of the dynamic shared memory in bytes.
+        params: kernel parameters, laid out as in the parameter space of PTX.
+        dependent: whether the kernel may start before the previous kernel of the stream is complete
+            (programmatic dependent launch).
     """
 
     kernel: PtxKernel
@@ -78,7 +81,7 @@ def compiler() -> str:
 
 
 def _link(code: bytes, folder: str) -> ctypes.CDLL:
-    """Link a host object with `shim.c`, and load the library."""
+    """Link a host object with `shim.c` into a shared library, and load it."""
     obj, lib = Path(folder, "kernel.o"), Path(folder, "kernel.so")
     obj.write_bytes(code)
     shim = Path(__file__).with_name("shim.c")
@@ -120,7 +123,7 @@ class HostFunction:
         self._load()
 
     def _load(self) -> None:
-        """Initialise the module as the DSL's loader would."""
+        """Load the module as the CuTe DSL's loader would; `shim.c` stands in for the GPU."""
         pointer = ctypes.c_void_p(0)
         self._handle = ctypes.pointer(pointer)
         status, device = ctypes.c_int32(0), ctypes.c_int32(0)
@@ -144,7 +147,7 @@ class HostFunction:
         def on_launch(config: Any, name: bytes, params: Any) -> int:
             try:
                 launches.append(self._captured(config.contents, name.decode(), params))
-            except BaseException as error:  # none may pass through the C frames, nor Ctrl-C be lost
+            except BaseException as error:  # raised below; not even Ctrl-C may cross C frames
                 errors.append(error)
                 return 1
             return 0
@@ -184,10 +187,10 @@ class HostFunction:
 
 
 def _load_runtime() -> None:
-    """Load the DSL's runtime library into the process.
+    """Load the CuTe DSL's runtime library into the process.
 
-    Without its symbols, an object that was compiled for an architecture other than CUTE_DSL_ARCH
-    cannot be exported.
+    Without its symbols, an object that was compiled for an architecture other than that of the
+    environment variable CUTE_DSL_ARCH cannot be exported.
     """
     from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 

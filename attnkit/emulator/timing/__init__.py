@@ -1,4 +1,4 @@
-"""Predict the time of a kernel.
+"""Predict the time of a kernel in clocks.
 
-In: launches and recorded events. Out: clocks of each unit, and timelines.
+In: counts and recorded events of a launch. Out: clocks of each unit of an SM, and timelines.
 """

@@ -1,7 +1,8 @@
 """Estimate for how long a launch keeps each unit of an SM busy.
 
-The longest of these times is a lower bound of the time of one SM; waits, latencies and the order of
-instructions are not modelled here. Nothing is calibrated: the rates are those of the sources below.
+The longest of these times is a lower bound on the time that one SM needs for the launch. Waits,
+latencies and the order of instructions are not modelled here. No rate is calibrated: the sources of
+the rates are given below.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from attnkit.errors import OptionError
 class Rates:
     """Holds the rates of an SM per clock.
 
-    They are dense 16-bit tensor FLOP, special functions, float32 and integer lanes, warp
-    instructions that issue, and bytes of shared memory, of bulk copies and of tensor memory.
+    Attributes:
+        tensor: dense 16-bit FLOP of the tensor cores.
+        special: special functions, such as exponentials.
+        float32, integer: operations of the float32 and integer lanes.
+        issue: warp instructions that issue.
+        shared, bulk, tensor_memory: bytes of shared memory, bulk copies and tensor memory.
     """
 
     tensor: float
@@ -38,8 +43,8 @@ class Rates:
 # exponentials, 128 bytes per clock and SM); sm_90: half the tensor rate. Lanes and issue: CUDA C++
 # Programming Guide, "Arithmetic Instructions" (128 float32, 64 integer, 16 special function lanes,
 # four schedulers). sm_80: 2048 FLOP (A100 whitepaper). Bulk copies: assumed as wide as shared
-# memory. Tensor memory: 16 bytes per clock and lane group of 32 lanes (tcgen05 microbenchmarks are
-# not public): an assumption.
+# memory. Tensor memory: assumed, as microbenchmarks of tcgen05 are not public: a column per clock,
+# 4 bytes of each of 128 lanes.
 RATES = {
     "sm_80": Rates(2048, 16, 64, 64, 4, 128, 128, 1),
     "sm_90": Rates(4096, 16, 128, 64, 4, 128, 128, 1),
@@ -65,10 +70,12 @@ def rates_of(arch: str) -> Rates:
 
 
 def unit_of(op: str) -> tuple[str, float]:
-    """Return (unit, lanes of work per thread) of an opcode; with unit "" it only issues.
+    """Return (unit, work per thread) of an opcode; unit "" if it only takes an issue slot.
+
+    The work is a number of operations, or of bytes for shared memory.
 
     Comparison, minimum, maximum and conversion run on the integer lanes (CUDA C++ Programming
-    Guide, "Arithmetic Instructions"); a shuffle takes a path to shared memory, 4 bytes a thread.
+    Guide, "Arithmetic Instructions"). A shuffle uses the path to shared memory, 4 bytes a thread.
     """
     parts = op.split(".")
     if parts[0] in _SPECIAL:
@@ -112,7 +119,10 @@ def limit(clocks: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Product:
-    """Describes one product of a tile; A comes from tensor memory unless `a_shared` is set."""
+    """Describes one matrix product of a tile: [m, k] times [k, n].
+
+    A is read from shared memory if `a_shared` is set, and else from tensor memory.
+    """
 
     m: int
     n: int
@@ -125,7 +135,12 @@ class Product:
         return 2 * self.m * self.n * self.k
 
     def operand_bytes(self, kind: str, ctas: int) -> int:
-        """Return the bytes that one CTA reads from shared memory; a pair of CTAs shares B."""
+        """Return the bytes of operands that one CTA reads from shared memory.
+
+        Args:
+            kind: element type, such as "bf16".
+            ctas: number of CTAs that share the product; each reads its part of B.
+        """
         item = ELEMENT_BYTES[kind]
         return (self.m * self.a_shared + self.n // ctas) * self.k * item
 
@@ -151,6 +166,8 @@ def tile(
     """Return the clocks that each unit needs for a tile.
 
     Args:
+        products: matrix products of the tile.
+        exponentials: number of exponentials of the tile.
         other_shared_bytes: bytes of shared memory that are not operands (stores, bulk copies).
         ctas: number of CTAs that share a product (cta_group).
     """

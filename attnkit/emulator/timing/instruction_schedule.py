@@ -1,8 +1,9 @@
-"""Schedule straight-line code of a warp that has its part of the SM to itself.
+"""Predict the time of straight-line code, for a warp that has its part of the SM to itself.
 
 At each clock, the first instruction in PTX order issues whose operands are ready and whose unit is
-free. This models compilers, which look ahead and else keep the order of independent instructions.
-An SM has four equal parts, and warp w runs on part w % 4. `cycles` has the rates of the units.
+free. This approximates the order that a compiler chooses: it moves independent instructions ahead
+of those that must wait, and otherwise keeps the order. An SM has four equal parts, and warp w runs
+on part w % 4. `cycles` has the rates of the units.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ALU, SPECIAL, SHARED, VOTE, GLOBAL = 4, 18, 24, 12, 280
 _LATENCY = {"special": SPECIAL, "shared": SHARED}
 _OF_OPCODE = {"vote": VOTE, "redux": VOTE, "match": VOTE, "mma": 33, "atom": 2 * GLOBAL}
 
-# Instructions without cost: moves between registers only rename; fences and waits are events.
+# Instructions without cost here: moves only rename registers, and the replay times events.
 _FREE = {"mov", "cvta", "ret", "exit", "mbarrier", "wgmma", "tcgen05", "cp", "bar", "barrier"}
 _FREE |= {"fence", "setmaxnreg", "griddepcontrol", "prefetch", "prefetchu", "createpolicy"}
 _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
@@ -32,7 +33,7 @@ _REGISTER = re.compile(r"%[\w$]+(?:@\d+)?")
 
 @dataclass(frozen=True)
 class Pace:
-    """Describes how fast a warp issues its instructions.
+    """Describes how fast a warp issues instructions.
 
     Attributes:
         step: clocks from one instruction to the next.
@@ -45,10 +46,10 @@ class Pace:
 
 @dataclass(frozen=True)
 class Segment:
-    """Holds the time of code without events, in clocks.
+    """Holds the time of straight-line code that has no events inside, in clocks.
 
     Attributes:
-        clocks: time that it takes alone.
+        clocks: time that it takes if the warp is alone on its part of the SM.
         contended: time that it takes while tensor cores are busy.
         units: time for which each unit is busy.
     """
@@ -101,12 +102,12 @@ class KernelFacts:
 
 
 def _unites(c: Instr) -> bool:
-    """Return whether the result is the same in all threads for any operands."""
+    """Return whether the result is the same in all threads of a warp, whatever the operands."""
     return c.parts[0] in ("vote", "redux") or c.op.startswith("shfl.sync.idx")
 
 
 def _diverges(c: Instr, used: list[str]) -> bool:
-    """Return whether the result may differ between threads even for uniform operands."""
+    """Return whether the result may differ between threads even if the operands do not."""
     loads = c.parts[0] in ("ld", "ldmatrix", "mma", "elect", "atom", "tcgen05", "wgmma")
     if loads and "param" not in c.op:
         return True
@@ -140,7 +141,7 @@ def fused(code: Sequence[Instr], read: Counter[str]) -> set[int]:
 
 
 def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
-    """Return (unit, clocks for which one warp's instruction keeps that unit of its part busy)."""
+    """Return (unit, clocks for which an instruction of a warp keeps that unit of its part busy)."""
     if c.op.startswith("mma.sync"):
         m, n, k = re.search(r"m(\d+)n(\d+)k(\d+)", c.op).groups()  # type: ignore[union-attr]
         return "tensor", 2 * int(m) * int(n) * int(k) * PARTS / rates.tensor
@@ -154,7 +155,7 @@ def occupancy(c: Instr, rates: Rates) -> tuple[str, float]:
 
 
 def _free(c: Instr) -> bool:
-    """Return whether an instruction costs nothing here: it renames, or is a timeline event."""
+    """Return whether an instruction costs nothing here: it renames registers, or is an event."""
     if c.op.startswith(("tcgen05.ld", "tcgen05.st")) or (c.inline and c.parts[0] == "mov"):
         return False
     return c.parts[0] in _FREE and not c.op.startswith("tcgen05.wait")
@@ -168,9 +169,11 @@ def _latency(c: Instr, unit: str) -> int:
 
 
 def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: Pace) -> Segment:
-    """Schedule `code`, a part of the kernel that `facts` describes.
+    """Return the time of straight-line code.
 
     Args:
+        code: a part of one basic block.
+        facts: facts about the kernel that contains the code.
         contended: pace of the warp while tensor cores work.
     """
     dropped = fused(code, facts.read)
@@ -181,13 +184,13 @@ def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: 
     for i, c in enumerate(code):
         written, used = registers(c)
         makers = {maker[r] for r in used if r in maker}
-        if c.op.startswith("tcgen05.wait"):  # a block of its own: the transfer is over
+        if c.op.startswith("tcgen05.wait"):  # alone in its block; the transfer is over by now
             nodes.append(("", 0.0, SHARED))
             after.append([])
             waits.append(0)
             makers = {len(nodes) - 1}
         if i in dropped or _free(c):
-            for r in written:  # it is ready when the last of its operands is, in program order
+            for r in written:  # ready with the operand that is computed last in program order
                 maker.pop(r, None)
                 if makers:
                     maker[r] = max(makers)
@@ -213,10 +216,15 @@ def segment(code: Sequence[Instr], rates: Rates, facts: KernelFacts, contended: 
 def _makespan(
     nodes: list[tuple[str, float, int]], after: list[list[int]], waits: list[int], pace: Pace
 ) -> float:
-    """Return the clocks until the last instruction has issued.
+    """Return the clocks until the last instruction has left its unit.
 
-    The next one to issue is the first in program order whose operands are ready and whose unit is
-    free.
+    The next instruction to issue is the first in program order whose operands are ready and whose
+    unit is free.
+
+    Args:
+        nodes: (unit, occupancy, latency) of each instruction.
+        after: for each instruction, those that use its result.
+        waits: for each instruction, how many results it needs; the list is changed.
     """
     free: dict[str, float] = {}
     ready_at = [0.0] * len(nodes)

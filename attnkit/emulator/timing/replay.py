@@ -1,9 +1,10 @@
-"""Replay recorded events with time: a model of the units, queues and waits of an SM.
+"""Replay recorded events in a model of time: the units, queues and waits of an SM.
 
-Warps go through their steps. Code takes the time of its schedule; it takes longer if warps on the
-same part of the SM need the same unit, or while tensor cores are busy. Products queue for the
-tensor cores and for shared memory, which provides their operands and also serves loads, stores and
-copies. Copies queue for the memory system. A wait ends when all that its phase needs has happened.
+Each set of warps goes through its steps. Straight-line code takes the time of its schedule, and
+longer if warps on the same part of the SM need the same unit, or while tensor cores are busy.
+Matrix products queue for the tensor cores and for shared memory, which provides their operands and
+also serves loads, stores and copies. Copies queue for the memory system. A wait at a barrier ends
+when all arrivals and copies of its phase are done.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class Constants:
     Attributes:
         step, hold: pace of instructions while tensor cores access accumulators in the register file
             and take a share of its bandwidth, see `Pace`. Fitted to four kernels.
-        product_issue: time that a warp takes to issue a product with operands in shared memory. One
-            with A in registers takes as long as the product itself. Both measured by reading the
-            clock in a kernel.
-        product_latency: from the end of a product to the end of a wait for it. Measured likewise.
+        product_issue: time that a warp takes to issue a product with operands in shared memory. A
+            product with A in registers takes as long as the product itself. Both measured by
+            reading the clock in a kernel.
+        product_latency: from the end of a product to the end of a wait for it. Measured in the same
+            way.
         barrier: from the last arrival at a barrier to the next instruction of a warp that waits.
-            Measured likewise.
+            Measured in the same way.
         copy_latency: from the issue of a copy from global memory to its arrival. Assumed.
         copy_bytes: bytes per clock and SM from the L2 cache when all SMs read: 5120 over 132 SMs.
             The A100's whitepaper gives 5120; assumed to hold for Hopper.
@@ -69,7 +71,7 @@ class Interval:
 
 @dataclass(eq=False)
 class Process:
-    """Holds the state of a set of warps that goes through its steps."""
+    """Holds the state of a set of warps during the replay of its steps."""
 
     stream: Stream
     steps: Iterator[Step]
@@ -104,10 +106,10 @@ class ClusterReplay:
         self.now = 0.0
         self.steps_taken = 0
         self.pipe: defaultdict[int, float] = defaultdict(float)
-        # when the last product that uses the register file ends
+        # clock at which the last product that uses the register file ends, by CTA rank
         self.file: defaultdict[int, float] = defaultdict(float)
         self.pipe_work: defaultdict[int, list[Interval]] = defaultdict(list)
-        early = kernel.arch.startswith("sm_100")  # there, products are booked long before they run
+        early = kernel.arch.startswith("sm_100")  # products are booked long before they run
         self.shared: defaultdict[int, SharedMemoryPort] = defaultdict(
             lambda: SharedMemoryPort(early)
         )
@@ -146,7 +148,7 @@ class ClusterReplay:
             self.now = then
 
     def _settle(self) -> None:
-        """Advance every process as far as possible now; repeat while that unblocks others."""
+        """Advance every process as far as possible at the current clock, until none can advance."""
         before = -1
         while self.steps_taken != before:
             before = self.steps_taken
@@ -202,7 +204,7 @@ class ClusterReplay:
                 return
 
     def _next(self, p: Process) -> bool:
-        """Fetch the next step; return False if `p` must wait for its parent stream."""
+        """Fetch the next step; return False if `p` must first wait for its parent stream."""
         parent = p.stream.parent
         if parent is not None and not p.seen and not p.began:
             other = self._of[id(parent)]
@@ -226,7 +228,7 @@ class ClusterReplay:
         return True
 
     def _note(self, p: Process, kind: str) -> None:
-        """Append to the intervals of `p` what it did since `began`."""
+        """Append an interval of the given kind to `p`, from `began` until now."""
         if self.now - p.began > 1e-6:
             text = p.why if kind == "wait" else ""
             last = p.intervals[-1] if p.intervals else None
@@ -238,7 +240,7 @@ class ClusterReplay:
 
     # ---- events
     def _happen(self, p: Process, e: Event) -> None:
-        """Start the operation of an event."""
+        """Start the operation that an event describes."""
         p.began = self.now
         if e.kind == "arrive":
             self._contribute(e, self.now)
@@ -271,7 +273,7 @@ class ClusterReplay:
             p.until, p.why = at, why
 
     def _contribute(self, e: Event, at: float) -> None:
-        """Count an arrival at a phase of a barrier; the last one completes it."""
+        """Count an arrival at clock `at` in a phase of a barrier; the last completes the phase."""
         key = (id(e.what), e.phase)
         self.expected[key] -= 1
         self._partial[key] = max(self._partial.get(key, 0.0), at)
@@ -280,7 +282,7 @@ class ClusterReplay:
             self.complete[key] = self._partial[key]
 
     def _access(self, p: Process, clocks: float) -> None:
-        """Book shared memory for some clocks, for which operands of products have to wait."""
+        """Book `clocks` of shared memory from now on; reads of operands by products come later."""
         self.shared[p.stream.rank].book(self.now, self.now, clocks)
 
     def _copy(self, p: Process, size: float) -> float:
@@ -309,7 +311,7 @@ class ClusterReplay:
         return end
 
     def _product(self, p: Process, e: Event) -> None:
-        """Issue a product of a warpgroup."""
+        """Issue a product of a warpgroup (wgmma)."""
         c = self.constants
         in_registers, operands = e.what
         text = f"warps {p.stream.warps[0]}-{p.stream.warps[-1]}"
@@ -320,7 +322,7 @@ class ClusterReplay:
         p.why = "issue"
 
     def _tensor_product(self, p: Process, e: Event) -> None:
-        """Issue a product into tensor memory."""
+        """Issue a product into tensor memory (tcgen05.mma), on each CTA of its cta_group."""
         group, operands = e.what
         ranks = [p.stream.rank] if group == 1 else [p.stream.rank & ~1, p.stream.rank | 1]
         for rank in ranks:
@@ -329,7 +331,7 @@ class ClusterReplay:
 
 
 def _name(barrier: Any) -> str:
-    """Describe a barrier, as the reason of a wait."""
+    """Return the name of a barrier, as the reason of a wait."""
     if isinstance(barrier, MBarrier):
         return barrier.name
     return f"barrier {barrier.number}" if isinstance(barrier, NamedBarrier) else "cluster barrier"

@@ -1,6 +1,6 @@
-"""Cut recorded streams into steps: straight-line code, and the event after it.
+"""Cut recorded streams into steps; a step is straight-line code and the event after it.
 
-An event belongs to a line of its block. The code before that line is a segment, whose time
+An event belongs to a PTX line of its basic block. The code up to that line is a segment, whose time
 `instruction_schedule` computes.
 """
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
     Attributes:
         seen: number of events of the stream up to and including this step.
-        block: block that ends with the step, or -1.
+        block: basic block that ends with the step, or -1.
     """
 
     code: Segment | None
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """Converts streams of one kernel to steps."""
+    """Converts the recorded streams of one kernel to steps."""
 
     def __init__(self, kernel: PtxKernel, rates: Rates, contended: Pace) -> None:
         self.kernel = kernel
@@ -54,7 +54,7 @@ class Steps:
             yield Step(None, event, seen, -1)
 
     def _block(self, number: int, events: list[tuple[int, Event]], last: int) -> Iterator[Step]:
-        """Yield the steps of one execution of a block."""
+        """Yield the steps of one execution of a basic block."""
         code = self.kernel.blocks[number]
         at = 0
         for seen, event in events:
@@ -64,7 +64,7 @@ class Steps:
         yield Step(self._segment(number, at, len(code)), None, last, number)
 
     def _segment(self, block: int, start: int, stop: int) -> Segment | None:
-        """Schedule a part of a block; return None if the part is empty."""
+        """Return the time of a part of a basic block, or None if the part is empty."""
         if start >= stop:
             return None
         key = (block, start, stop)

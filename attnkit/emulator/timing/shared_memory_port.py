@@ -1,15 +1,15 @@
-"""Book the shared memory of an SM in the timeline, which serves one request at a time."""
+"""Model the port of an SM's shared memory, which serves one request at a time."""
 
 from __future__ import annotations
 
 
 class SharedMemoryPort:
-    """Books clocks of shared memory, in the order of the requests.
+    """Books clocks of shared memory for requests, in the order of the calls.
 
     Args:
         gaps: whether a booking may take free clocks before an earlier booking. Products into tensor
-            memory are booked long before they run, when one warp issues them. Products of a
-            warpgroup are not, as the warpgroup waits for them.
+            memory are booked when a warp issues them, long before they run. Products of a warpgroup
+            run soon after, as the warpgroup waits for them.
     """
 
     def __init__(self, gaps: bool) -> None:
@@ -17,7 +17,7 @@ class SharedMemoryPort:
         self._taken: list[tuple[float, float]] = []  # (start, end), ascending, disjoint
 
     def book(self, now: float, at: float, clocks: float) -> float:
-        """Book the first free clocks from `at` on, which may be in pieces; return their end.
+        """Book the first free clocks from `at` on, in several pieces if need be; return their end.
 
         Args:
             now: current clock; later bookings do not begin before it.

@@ -1,4 +1,4 @@
-"""Predict the clocks of a kernel, and what each set of warps and each unit does meanwhile."""
+"""Predict the time of a kernel, and what each set of warps and each unit does at each clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TURNS = 8  # fewest iterations of a loop for which a period is reported
 class TimelineRow:
     """Holds what one set of warps, or one unit, did over time.
 
-    `marks` are (number of a basic block of the PTX, clock at which it ended).
+    Attributes:
+        marks: (number of a basic block of the PTX, clock at which it ended).
     """
 
     name: str
@@ -39,13 +40,13 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds the predicted time of one CTA on its SM, in clocks, without the latency of the launch.
+    """Holds the predicted clocks of one CTA on its SM, without the latency of the launch.
 
     Attributes:
         kernel: name of the kernel.
         arch: architecture, such as "sm_90a".
         clocks: time from the first instruction to the last.
-        warps: rows of the sets of warps that ran together.
+        warps: rows of the sets of warps; a set is the warps that ran together.
         tensor, copies: rows of the tensor cores and of the bulk copies.
         units: clocks for which each unit was busy.
         stats: counts of what the whole launch executed.
@@ -73,7 +74,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[Interval, ...]:
-        """Return intervals, between the first and last product, in which tensor cores waited."""
+        """Return the idle intervals of the tensor cores between the first and the last product."""
         work = self.tensor.intervals
         gaps = [Interval(a.end, b.start, "wait", b.text) for a, b in itertools.pairwise(work)]
         return tuple(g for g in gaps if g.clocks > 0.5)
@@ -125,7 +126,9 @@ def timeline(
     launch: int = 0,
     constants: Constants | None = None,
 ) -> Timeline:
-    """Run a kernel in eager order, on the arrays themselves, and predict the time of one CTA.
+    """Run a kernel in the eager mode, and predict the time of one CTA.
+
+    The kernel writes its results to the arrays in `args`.
 
     Args:
         target: an `Executable` or `Ptx`.

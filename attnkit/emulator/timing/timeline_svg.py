@@ -1,4 +1,4 @@
-"""Draw a timeline: a row for each set of warps and each unit, clocks from left to right."""
+"""Draw a timeline as SVG: a row for each set of warps and each unit, clocks left to right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WORDS = {
     "wait": "waiting",
     "busy": "unit busy",
 }
-_BUSY = ("#228833", "#88cc99", "#66ccee", "#aa3377")  # colours of work by the warps that issued it
+_BUSY = ("#228833", "#88cc99", "#66ccee", "#aa3377")  # colours of work, by the warps that issued it
 _NAMES, _WIDTH, _ROW, _HEAD, _FOOT = 330, 1100, 30, 64, 34
-TURNS = 6  # iterations of the busiest loop to show, if the whole does not fit
+TURNS = 6  # iterations of the busiest loop to show, if the whole timeline does not fit
 
 
 def picture(timeline: Timeline, window: tuple[float, float] | None = None) -> str:

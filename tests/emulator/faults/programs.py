@@ -39,8 +39,8 @@ class Launch:
 class Program:
     """Describe kernels that run one after another, and their arguments.
 
-    `data` returns the arguments and a function that returns what is wrong with the results, or
-    None.
+    `data` returns the arguments, and a function that checks the results. The function returns what
+    is wrong with them, or None.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Program:
         return CUT.join(x.body for x in self.launches)
 
     def check(self, text: str, seeds: int = 2) -> CheckReport:
-        """Check every kernel in every mode, with the strict rules for tensor memory."""
+        """Run `emulator.check` on every kernel, with `strict_loads` and `strict_order`."""
         arguments, wrong = self.data()
         stream = Stream()
         reports = []
@@ -86,7 +86,7 @@ def equals(out: Any, want: Any) -> Callable[[], str | None]:
 
 
 def init(offset: int, count: int, name: str) -> str:
-    """Return named code with which one thread initialises an mbarrier."""
+    """Return code that initialises an mbarrier; the line is called `name`."""
     return f"mov.b32 %r98, {count}; mbarrier.init.shared.b64 [dynamic+{offset}], %r98; // {name}\n"
 
 

@@ -33,7 +33,7 @@ class Gemm:
         tid, _, _ = cute.arch.thread_idx()
         m, n, _ = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        # Rows are padded by 16 bytes, so that ldmatrix meets different banks.
+        # Rows are padded by 16 bytes, so that ldmatrix has no bank conflicts.
         rows = cute.make_layout((BM, BK, STAGES), stride=(BK + 8, 1, BM * (BK + 8)))
         sa = smem.allocate_tensor(BFloat16, rows, byte_alignment=16)
         sb = smem.allocate_tensor(BFloat16, rows, byte_alignment=16)

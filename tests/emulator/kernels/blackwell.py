@@ -1,4 +1,4 @@
-"""Define a warp-specialised product for sm_100a: TMA ring, tcgen05.mma, row sums."""
+"""Define a warp-specialised matrix product for sm_100a: TMA ring, tcgen05.mma, row sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Define a warp-specialised product for sm_90a: TMA ring, wgmma, elementwise map, TMA reduction."""
+"""Define a warp-specialised matrix product for sm_90a.
+
+It has a TMA ring, wgmma, an elementwise map and a TMA reduction.
+"""
 
 from __future__ import annotations
 

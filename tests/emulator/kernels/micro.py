@@ -12,7 +12,7 @@ WIDTH = 32
 
 
 class Ring:
-    """Compute y = 2 x; one warp passes 32 numbers at a time to another, in three stages."""
+    """Compute y = 2 x; one warp passes 32 numbers at a time to another, by a ring of 3 stages."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):

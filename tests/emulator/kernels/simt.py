@@ -20,7 +20,7 @@ def vector(dtype):
 
 
 class Softmax:
-    """Compute the softmax of each row with one CTA, by shuffles and then across warps."""
+    """Compute the softmax of each row with one CTA: by shuffles in a warp, then across warps."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor):
@@ -58,7 +58,7 @@ class Softmax:
 
 
 class BlockSum:
-    """Sum a vector: a tree in shared memory per CTA, then one atomic integer addition."""
+    """Sum a vector: by a tree in shared memory in each CTA, then by an atomic integer addition."""
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor):
