@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
-from gpu_timing import MODES, NOISY, ROUNDS, SPREAD, CudaTimer, steady
+from gpu_timing import MODES, NOISY, ROUNDS, UNCERTAIN, CudaTimer, steady
 from gpu_variants import documents, window
 
 from attnkit import clear_caches, masks, mods
@@ -151,7 +151,7 @@ def _compile(job: tuple[str, str]) -> None:
 def main() -> int:
     """Time all changes, print and save the rows, and return the exit status (`NOISY` or 0)."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=ROUNDS, default=5)
+    parser.add_argument("--rounds", type=ROUNDS, default=7)
     parser.add_argument("--mode", choices=MODES, default="sustained")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="append the rows to this file")
@@ -182,6 +182,7 @@ def main() -> int:
                 "attempts": found.attempts,
                 "noisy": found.noisy,
                 **series.spreads(base),
+                **series.uncertainties(base),
             }
             cycles = ""
             if series.cycles and base.cycles:
@@ -192,7 +193,7 @@ def main() -> int:
                 file.append(row)
         if found.noisy:
             noisy.append(name)
-            print(f"  noisy: spread over more than {SPREAD:.0%} in each attempt; not saved")
+            print(f"  noisy: a median is uncertain by more than {UNCERTAIN:.0%}; not saved")
     return NOISY if noisy else 0
 
 

@@ -7,8 +7,8 @@ heads of 64, and the batch has 8 sequences of 4096 tokens, each packed with docu
 lengths. Every contender trains its own model from the same initial weights, compiled layer by
 layer. The script compares the losses of the first steps, then times steps round-robin in this
 process. The contender "no attention" returns the value instead of attention, which gives the time
-of the rest of the step. The exit status is 1 if attnkit failed, else 3 if the rounds spread over
-more than 10 % in each of three attempts; such rows are not saved.
+of the rest of the step. The exit status is 1 if attnkit failed, else 3 if a median stays
+uncertain by more than 3 %; such rows are not saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpu_timing import (
     MODES,
     NOISY,
     ROUNDS,
-    SPREAD,
+    UNCERTAIN,
     CudaTimer,
     Function,
     Reading,
@@ -274,7 +274,7 @@ def figures(own: Series, ours: Series | None, tokens: int) -> Row:
     """Return times, SM clock, tokens per second, and the time relative to attnkit's."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings), "ghz": own.ghz}
-    row |= own.spreads(ours)
+    row |= own.spreads(ours) | own.uncertainties(ours)
     row["tokens_a_second"] = round(1000 * tokens / own.times.median)
     return row | ({} if ours is None else {"ratio": own.times.over(ours.times)})
 
@@ -308,7 +308,9 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
     parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=ROUNDS, default=7, help="steps timed of each; 7")
+    parser.add_argument(
+        "--rounds", type=ROUNDS, default=7, help="steps timed of each, per attempt; 7"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     add_commit(parser)
     parser.add_argument(
@@ -347,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
     if wrong:
         print(f"losses differ from attnkit's: {', '.join(wrong)}")
     if noisy := any(row["noisy"] for row in rows):
-        print(f"noisy: rounds spread over more than {SPREAD:.0%} in each attempt; not saved")
+        print(f"noisy: a median is uncertain by more than {UNCERTAIN:.0%}; not saved")
     failed = any("skipped" in r and r["contender"] == OURS for r in rows)
     return 1 if failed or wrong else NOISY if noisy else 0
 

@@ -3,9 +3,10 @@
 The script checks every contender of each case of gpu_cases.toml against float64, then times all
 contenders of the case round-robin in this process. If a contender is not installed, refuses the
 case or computes a different result, its row gives the reason. Each contender is timed with the
-fastest of its settings. A case whose rounds spread over more than 10 % is measured again, up to
-three times in total; if it still spreads, its rows are printed but not saved. The exit status is 1
-if attnkit failed or was wrong, else 3 if a case was too noisy.
+fastest of its settings. A case gets more rounds until the 95 % confidence intervals of all medians,
+of times and of ratios to attnkit, are within 3 %. If five attempts do not suffice, its rows are
+printed but not saved. The exit status is 1 if attnkit failed or was wrong, else 3 if a case was too
+noisy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gpu_check import Check
 from gpu_contenders import CONTENDERS, OURS, Sweep, ablations
 from gpu_machine import describe_gpu
 from gpu_sweep import Sweeper
-from gpu_timing import ATTEMPTS, MODES, NOISY, ROUNDS, SPREAD, CudaTimer, Series, Timer, steady
+from gpu_timing import ATTEMPTS, MODES, NOISY, ROUNDS, UNCERTAIN, CudaTimer, Series, Timer, steady
 from gpu_variants import Shape, problem
 
 HERE = Path(__file__).parent
@@ -46,7 +47,7 @@ class Settings:
     rounds: int
     seconds: float  # for the timing of a case
     sweep_seconds: float = 60  # for finding a contender's best setting
-    attempts: int = 3  # at a case that is noisy
+    attempts: int = 5  # at a case that is noisy
 
 
 def shape_of(case: Row, config: Row) -> Shape:
@@ -96,7 +97,7 @@ def figures(own: Series, ours: Series | None, flops: float) -> Row:
     """Return the measured fields of a row: times, clock, TFLOP/s and ratio to attnkit."""
     row: Row = {"ms": own.times.median, "ms_least": own.times.least}
     row |= {"ms_most": max(own.times.rounds), "rounds": len(own.readings)}
-    row |= own.spreads(ours)
+    row |= own.spreads(ours) | own.uncertainties(ours)
     row |= {"ghz": own.ghz, "cycles": own.cycles, "tflops": flops / own.times.median / 1e9}
     if ours is None:
         return row
@@ -108,7 +109,7 @@ def figures(own: Series, ours: Series | None, flops: float) -> Row:
 
 HEAD = (
     f"{'contender':26}{'ms':>9}{'GHz':>7}{'Mcycles':>9}{'TFLOP/s':>9}{'x ours':>8}"
-    f"{'in cycles':>10}{'spread':>8}{'error':>9}{'allowed':>9}  setting"
+    f"{'in cycles':>10}{'+-':>8}{'error':>9}{'allowed':>9}  setting"
 )
 
 
@@ -121,7 +122,7 @@ def line(row: Row) -> str:
         (row["ms"], "9.4f"), (row["ghz"], "7.3f"),
         (row["cycles"] and row["cycles"] / 1e6, "9.4f"), (row["tflops"], "9.1f"),
         (row.get("ratio"), "8.3f"), (row.get("ratio_cycles"), "10.3f"),
-        (max(row["spread"], row.get("ratio_spread", 0)), "8.1%"),
+        (max(row["uncertainty"], row.get("ratio_uncertainty", 0)), "8.1%"),
         (row["error"], "9.1e"), (row["error_allowed"], "9.1e"),
     )  # fmt: skip
     for value, form in numbers:
@@ -154,17 +155,19 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
     parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
-    parser.add_argument("--rounds", type=ROUNDS, default=7, help="measurements of each; 7")
+    parser.add_argument(
+        "--rounds", type=ROUNDS, default=7, help="measurements of each per attempt; 7"
+    )
     parser.add_argument(
         "--case-seconds", type=float, default=8, metavar="S",
-        help="stop timing a case after so long, but not before 3 rounds; 8",
+        help="end an attempt at a case after so long, but not before 3 rounds; 8",
     )  # fmt: skip
     parser.add_argument(
         "--sweep-seconds", type=float, default=60, metavar="S",
         help="try no further setting of a contender in a case after so long; 60",
     )  # fmt: skip
     parser.add_argument(
-        "--attempts", type=ATTEMPTS, default=3, metavar="N", help="measurements of a noisy case; 3"
+        "--attempts", type=ATTEMPTS, default=5, metavar="N", help="attempts at a noisy case; 5"
     )
     parser.add_argument(
         "--seconds", type=float, default=450, metavar="S",
@@ -240,7 +243,7 @@ def run(
                 file.append(where | row)
         if row["noisy"]:
             noisy.append(case["name"])
-            print(f"noisy: rounds spread over more than {SPREAD:.0%} in each attempt; not saved")
+            print(f"noisy: a median is uncertain by more than {UNCERTAIN:.0%}; not saved")
         print(f"({time.perf_counter() - start:.0f} s)", flush=True)
     if late:
         print(f"\nnot begun within {options.seconds:.0f} s: {', '.join(late)}")

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from committed import row_file
 from gpu_contenders import CONTENDERS, OURS, Builder, Run, Unsuitable, default, skipped
 from gpu_machine import describe_gpu
-from gpu_timing import NOISY, SPREAD
+from gpu_timing import NOISY
 from gpu_variants import Problem, Shape, problem
-from timing import Times
+from timing import SPREAD, Times
 
 import attnkit
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from timing import Times, spread
+from timing import Times, spread, uncertainty
 from torch import Tensor
 
 Function = Callable[[], Any]
 
-SPREAD = 0.10  # of times, and of ratios within a round; a case above it is measured again
+UNCERTAIN = 0.03  # of the median of times, and of ratios; a case above it gets more rounds
 NOISY = 3  # the exit status of a program that had rows too noisy to save
 LEAST, MOST = 0.1, 4.0  # GHz; a clock outside this range means that a counter was reset in between
 
@@ -79,6 +79,13 @@ class Series:
         found = {"spread": self.times.spread}
         if ours is not None:
             found["ratio_spread"] = spread(self.times.ratios(ours.times))
+        return found
+
+    def uncertainties(self, ours: Series | None) -> dict[str, float]:
+        """Return `timing.uncertainty` of the times, and of the ratios to `ours`, as fields."""
+        found = {"uncertainty": uncertainty(self.times.rounds)}
+        if ours is not None:
+            found["ratio_uncertainty"] = uncertainty(self.times.ratios(ours.times))
         return found
 
 
@@ -217,18 +224,18 @@ def number_from(least: int) -> Callable[[str], int]:
     return parse
 
 
-ROUNDS = number_from(3)  # fewer say nothing about their spread
+ROUNDS = number_from(6)  # the median of fewer has no confidence interval
 ATTEMPTS = number_from(1)
 
 
 @dataclass(frozen=True)
 class Steady:
-    """Hold the last attempt at measuring a case.
+    """Hold the measurements of a case.
 
     Attributes:
-        series: measurements by function name.
-        attempts: number of attempts at the case.
-        noisy: whether a spread is still above `SPREAD`.
+        series: measurements by function name, over all attempts.
+        attempts: number of attempts; each adds rounds.
+        noisy: whether a median is still more uncertain than `UNCERTAIN`.
     """
 
     series: dict[str, Series]
@@ -243,23 +250,26 @@ def steady(
     base: str,
     rounds: int,
     seconds: float = float("inf"),
-    attempts: int = 3,
+    attempts: int = 5,
 ) -> Steady:
-    """Measure functions round-robin; repeat while times or ratios spread over more than `SPREAD`.
+    """Measure functions round-robin; add rounds while a median is too uncertain.
+
+    Every round counts, so the result does not depend on which rounds happened to be quiet.
 
     Args:
         functions: functions to measure, by name.
         timer: takes the measurements.
         base: name of the function that ratios refer to; it may be missing.
-        rounds: as in `in_turn`.
+        rounds: number of rounds of an attempt, as in `in_turn`.
         seconds: as in `in_turn`, for each attempt.
         attempts: largest number of attempts.
     """
-    series: dict[str, Series] = {}
+    series: dict[str, Series] = {name: Series(()) for name in functions}
     attempt, noisy = 0, True
     while noisy and attempt < attempts:
         attempt += 1
-        series = in_turn(functions, timer, rounds=rounds, seconds=seconds)
+        for name, more in in_turn(functions, timer, rounds=rounds, seconds=seconds).items():
+            series[name] = Series(series[name].readings + more.readings)
         ours = series.get(base)
-        noisy = any(max(own.spreads(ours).values()) > SPREAD for own in series.values())
+        noisy = any(max(own.uncertainties(ours).values()) > UNCERTAIN for own in series.values())
     return Steady(series, attempt, noisy)

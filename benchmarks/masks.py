@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from committed import add_commit, row_file
-from gpu_timing import NOISY, SPREAD
+from gpu_timing import NOISY
 from machine import describe
 from mask_cases import CASES, Case
-from timing import Times, in_turn
+from timing import SPREAD, Times, in_turn
 from torch.nn.attention import flex_attention as flex
 
 import attnkit

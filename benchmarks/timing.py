@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 NOISY = 1.25
+SPREAD = 0.10  # limit of `Times.spread` of device and host times
 
 
 def spread(values: Sequence[float]) -> float:
@@ -16,6 +18,22 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return (tenths[-1] - tenths[0]) / statistics.median(values)
+
+
+def uncertainty(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % confidence interval of the median, over the median.
+
+    The interval lies between two order statistics: with n independent values, the number of values
+    below the true median is binomial (n, 1/2). With fewer than 6 values no such interval exists
+    and the result is infinite. Source: H. A. David, Order Statistics, section 7.1.
+    """
+    n, below, rank = len(values), 0.0, 0
+    while (below := below + math.comb(n, rank) / 2**n) <= 0.025:
+        rank += 1  # the interval from the rank-th value, from either end, covers at least 95 %
+    if rank == 0:
+        return math.inf
+    ordered = sorted(values)
+    return (ordered[n - rank] - ordered[rank - 1]) / 2 / statistics.median(ordered)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ def attention(direction: str) -> str:
 
 
 def runs() -> str:
-    """Return the table of the runs behind the attention tables, with clocks and spreads."""
+    """Return the table of the runs behind the attention tables, with clocks and noise."""
     lines = [
-        "| run | commit | direction | lines | rounds | SM clock, GHz | peers | largest spread |",
+        "| run | commit | direction | lines | rounds | SM clock, GHz | peers | noise |",
         "| --- |" + " --- |" * 7,
     ]
     by_run: dict[tuple[str, str], list[dict[str, Row]]] = {}
@@ -51,19 +51,22 @@ def runs() -> str:
         lines.append(
             f"| {run[:16].replace('T', ' ')} | {own[0]['commit']} | {direction} | {len(own)} | "
             f"{min(row['rounds'] for row in own)} | {min(clocks):.2f} to {max(clocks):.2f} | "
-            f"{'best setting' if swept else 'default'} | {largest_spread(timed)} |"
+            f"{'best setting' if swept else 'default'} | {noise(timed)} |"
         )
     return "\n".join(lines)
 
 
-def largest_spread(rows: list[Row]) -> str:
-    """Format the largest spread of the rows' times and ratios.
+def noise(rows: list[Row]) -> str:
+    """Format the largest uncertainty of the rows' medians, of times and of ratios.
 
-    The spread is (p90 - p10) / median. Old rows have no such field; for them the result is the
-    whole range of times over the median.
+    Rows before that field have the spread (p90 - p10) / median. The oldest have neither; for them
+    the result is the whole range of times over the median.
     """
+    if all("uncertainty" in row for row in rows):
+        most = max(max(row["uncertainty"], row.get("ratio_uncertainty", 0)) for row in rows)
+        return f"±{100 * most:.1f} %"
     if all("spread" in row for row in rows):
-        return f"{100 * max(max(row['spread'], row.get('ratio_spread', 0)) for row in rows):.0f} %"
+        return f"{100 * max(max(row['spread'], row.get('ratio_spread', 0)) for row in rows):.0f} % spread"
     whole = max((row["ms_most"] - row["ms_least"]) / row["ms"] for row in rows)
     return f"{100 * whole:.0f} % from least to most"
 

@@ -1,9 +1,10 @@
-"""Check that noisy cases of the GPU benchmark are measured again, and not saved if still noisy."""
+"""Check that noisy cases of the GPU benchmark get more rounds, and are not saved if still noisy."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 committed = importlib.import_module("committed")
@@ -71,20 +72,58 @@ def steady(rounds: int, **ms: list[float]) -> Any:
 
 
 def test_the_first_round_does_not_count() -> None:
-    found, _ = steady(3, a=[50.0, 1.0, 1.0, 1.0], b=[70.0, 2.0, 2.0, 2.0])
+    found, _ = steady(6, a=[50.0, *[1.0] * 6], b=[70.0, *[2.0] * 6])
     assert (found.attempts, found.noisy) == (1, False)
-    assert found.series["b"].times.rounds == (2.0, 2.0, 2.0)
+    assert found.series["b"].times.rounds == (2.0,) * 6
 
 
-def test_a_noisy_case_is_measured_again_as_a_whole() -> None:
-    found, timer = steady(3, a=[1.0] * 8, b=[2.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.1, 2.0])
-    assert (found.attempts, found.noisy, timer.readings) == (2, False, 16)
-    assert found.series["b"].times.rounds == (2.0, 2.1, 2.0)
+def test_an_uncertain_case_gets_more_rounds_and_keeps_all() -> None:
+    found, timer = steady(6, a=[1.0] * 14, b=[2.0, 2.2, *[2.0] * 12])
+    assert (found.attempts, found.noisy, timer.readings) == (2, False, 28)
+    assert found.series["b"].times.rounds == (2.2, *[2.0] * 11)
 
 
-def test_a_case_that_stays_noisy_says_so() -> None:
-    found, _ = steady(3, a=[1.0] * 12, b=[2.0, 2.0, 3.0, 2.0] * 3)
-    assert (found.attempts, found.noisy) == (3, True)
+def test_a_case_that_stays_uncertain_says_so() -> None:
+    found, _ = steady(6, a=[1.0] * 35, b=[2.0, 3.0] * 18)
+    assert (found.attempts, found.noisy) == (5, True)
+
+
+def test_ratios_count_where_times_drift_together() -> None:
+    drift = [1.0 + 0.001 * i for i in range(7)]
+    found, _ = steady(6, a=drift, b=[2 * x for x in drift])
+    assert found.noisy is False
+    apart, _ = steady(6, a=[1.0, *[1.0, 1.05] * 21], b=[2.0, *[2.1, 2.0] * 21])
+    assert apart.attempts > 1  # each time is within its limit, and the ratio is not
+
+
+def test_few_rounds_have_no_interval() -> None:
+    assert timing.uncertainty([1.0] * 5) == math.inf
+    assert timing.uncertainty([1.0] * 6) == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "rank"), [(6, 1), (8, 1), (9, 2), (11, 2), (12, 3), (15, 4), (25, 8)]
+)
+def test_the_interval_of_the_median_is_that_of_tables(n: int, rank: int) -> None:
+    """Ranks of nonparametric confidence limits of the median, 95 %, from printed tables."""
+    values = [float(100 + i) for i in range(1, n + 1)]
+    middle = (values[(n - 1) // 2] + values[n // 2]) / 2
+    half = (values[n - rank] - values[rank - 1]) / 2
+    assert timing.uncertainty(values[::-1]) == pytest.approx(half / middle)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**31))
+def test_the_interval_covers_the_true_median(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    covered, samples = 0, 400
+    for _ in range(samples):
+        values = torch.randn(15, generator=random).exp() + 10  # skewed, with median 11
+        low, high = sorted(values.tolist())[3], sorted(values.tolist())[11]
+        found = timing.uncertainty(values.tolist()) * values.median().item()
+        assert found == pytest.approx((high - low) / 2)
+        covered += low <= 11 <= high
+    assert covered / samples > 0.93
 
 
 def test_nothing_to_time_is_not_noisy() -> None:
@@ -95,7 +134,7 @@ def rows(noisy: bool, failed: bool = False) -> list[dict[str, Any]]:
     shared = {"noisy": noisy, "attempts": 3 if noisy else 1}
     timed = {"contender": "attnkit", "ms": 1.0, "ghz": 1.5, "cycles": 1e6, "tflops": 1.0}
     timed |= {"error": 0.0, "error_allowed": 0.0, "ratio": 1.0}
-    timed |= {"spread": 0.01, "setting": "default"}
+    timed |= {"spread": 0.01, "uncertainty": 0.01, "setting": "default"}
     away: dict[str, Any] = {"contender": "cuDNN", "skipped": "no kernel"}
     return [shared | timed, shared | away | ({"failed": True} if failed else {})]
 
@@ -203,7 +242,7 @@ def test_missing_cases_are_those_without_rows_of_the_commit(
     assert gpu.main(["--missing"]) == 2
 
 
-@pytest.mark.parametrize("words", ["--rounds 2", "--rounds x", "--rounds -3", "--attempts 0"])
+@pytest.mark.parametrize("words", ["--rounds 5", "--rounds x", "--rounds -3", "--attempts 0"])
 def test_rounds_without_a_spread_are_refused(words: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu.arguments().parse_args(words.split())

@@ -135,15 +135,15 @@ def test_gpu_cases_are_checked_then_timed(gpu: Any, case: dict[str, Any], backwa
         "absent": {"default": absent},
         "broken": {"default": broken},
     }
-    settings = gpu.Settings(backward, "burst", rounds=3, seconds=60)
+    settings = gpu.Settings(backward, "burst", rounds=6, seconds=60)
     shape, timer = small(gpu, case), Clockwork()
     rows = list(gpu.measure(case, shape, builders, timer, settings, torch.device("cpu")))
     ours, gone, wrong = rows
     assert 0 < ours["error"] <= ours["error_allowed"] < 0.05
-    assert (ours["ms"], ours["cycles"], ours["ratio"], ours["rounds"]) == (2.0, 3e6, 1.0, 3)
+    assert (ours["ms"], ours["cycles"], ours["ratio"], ours["rounds"]) == (2.0, 3e6, 1.0, 6)
     assert gone["skipped"] == "is not here"
     assert wrong["skipped"].startswith("wrong: ")
-    assert len(timer.measured) == 1 + 3  # the first round does not count
+    assert len(timer.measured) == 1 + 6  # the first round does not count
     json.dumps(rows)
     pairs = 4 * shape.length**2 * ours["density"]
     assert ours["tflops"] == pytest.approx((2.5 if backward else 1) * 64 * pairs / 2e9, rel=1e-3)

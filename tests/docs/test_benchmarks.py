@@ -94,9 +94,12 @@ def test_runs_say_how_peers_were_set_and_how_far_rounds_lie_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     swept = {"setting": "max-autotune", "spread": 0.02, "ratio_spread": 0.07}
+    sure = swept | {"uncertainty": 0.012, "ratio_uncertainty": 0.004}
     rows = measured_in("2026-12-01T10:00", "full", attnkit={}, cuDNN={"ms_most": 1.5})
     rows += measured_in("2026-12-02T10:00", "causal", attnkit=swept, cuDNN=swept)
+    rows += measured_in("2026-12-03T10:00", "alibi", attnkit=sure, cuDNN=sure)
     monkeypatch.setattr(benchmark_pages, "load", lambda name: rows)
-    old, new = benchmark_pages.runs().splitlines()[2:]
+    old, new, newest = benchmark_pages.runs().splitlines()[2:]
     assert old.endswith("| default | 60 % from least to most |")
-    assert new.endswith("| best setting | 7 % |")
+    assert new.endswith("| best setting | 7 % spread |")
+    assert newest.endswith("| best setting | ±1.2 % |")
