@@ -7,6 +7,7 @@ kernel runs, and reading them is a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from attnkit import flex_attention, masks
 from attnkit.jit import emulation
+from attnkit.runtime import reuse
 from attnkit.schedule.targets import ORDERED
 from attnkit.splice import (
     BackwardInputs,
+    ForwardInputs,
     KernelCall,
     backward_call,
     backward_work,
+    dispatch,
+    forward,
     runs_cache,
     workers,
 )
@@ -65,6 +70,23 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_call._calls, "_entries", entries)
 
 
+@contextmanager
+def torch_forward() -> Iterator[None]:
+    """Compute the forwards of emulated calls in torch operators, which are faster to execute.
+
+    The backward kernels read only the output and the LSE; the forward kernels have tests of their
+    own. Calls are not kept, because a later test may expect the forward kernel.
+    """
+
+    def prepare(call: KernelCall, inputs: ForwardInputs) -> Any:
+        return dispatch.prepare_forward(replace(call, template="cpu"), inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "prepare", prepare)
+        patch.setattr(reuse, "key_of", lambda call: None)
+        yield
+
+
 def gradients(
     backend: str,
     inputs: Sequence[Tensor],
@@ -75,18 +97,22 @@ def gradients(
     dtype: torch.dtype | None,
     scale: float | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of weighted sums of out and LSE, for Q, K, V and captured tensors."""
+    """Return the gradients of weighted sums of out and LSE, for Q, K, V and captured tensors.
+
+    An emulated backend executes the backward kernels only, see `torch_forward`.
+    """
     qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     learned = [t.detach().to(dtype or t.dtype).requires_grad_() for t in captured]
-    out, lse = flex_attention(
-        *qkv,
-        score_mod=mod(*learned) if mod else None,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-        return_lse=True,
-        backend=backend,
-    )
+    with torch_forward():
+        out, lse = flex_attention(
+            *qkv,
+            score_mod=mod(*learned) if mod else None,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+            return_lse=True,
+            backend=backend,
+        )
     kept = torch.where(lse.isinf(), 0.0, lse)
     total = (out * weights[0].to(out.dtype)).sum()
     total = total + (kept * weights[1].to(lse.dtype)).sum()
