@@ -11,9 +11,9 @@ import numpy as np
 from attnkit.emulator.faults import KernelFault, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from attnkit.emulator.machine.async_groups import Work
-from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier, accumulate
+from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier
 from attnkit.emulator.machine.cta import Cta
-from attnkit.emulator.machine.knowledge import Clock, Knowledge
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.launch import Launch
 from attnkit.emulator.machine.race_detector import ACCESSORS, RaceDetector
 from attnkit.emulator.machine.tensor_maps import Box, TensorMap
@@ -213,8 +213,3 @@ class Cluster:
         b = self.mbarrier(address)
         b.release(clock.knows if clock is not None else None)
         b.expect(-size)
-
-    def release_cluster(self, knowledge: Knowledge | None) -> None:
-        """Add `knowledge` to what waiters acquire in this generation of the cluster barrier."""
-        if knowledge is not None:
-            accumulate(self.barrier.clocks, self.barrier.generation, knowledge)

@@ -12,7 +12,7 @@ import numpy as np
 
 from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
-from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier
+from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier, Released
 from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.knowledge import CLUSTER, CTA, GLOBAL, SCOPES, SHARED, Clock
 from attnkit.emulator.numerics.formats import Lanes, u8
@@ -219,10 +219,10 @@ def bar(
     b = gang.cta.named[i]
     n = gang.uniform(threads, m) if threads is not None else gang.cta.threads_in_warps
     warps = gang.warps_of(m)
-    generation = b.generation
+    generation, released = b.generation, b.released
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=generation)
-    b.release(gang.handed_on(m))
+    released.add(gang.handed_on(m))
     if gang.clock is not None:
         gang.clock.tick()
     done = b.arrive(32 * len(warps), n, warps)
@@ -230,9 +230,9 @@ def bar(
     if arrive:
         return True
     if done:
-        _learn_named(gang, b, generation)
+        _learn_named(gang, b, generation, released)
         return True
-    gang.bar_waits[block] = (i, generation)
+    gang.bar_waits[block] = (b, generation, released)
     gang.why = f"waits at {b}"
     return False
 
@@ -256,23 +256,22 @@ def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
 
 def _resume_bar(gang: Gang, block: int) -> bool:
     """Return whether the named barrier at which basic block `block` waits has completed."""
-    i, generation = gang.bar_waits[block]
-    b = gang.cta.named[i]
+    b, generation, released = gang.bar_waits[block]
     if b.generation == generation:
         gang.why = f"waits at {b}"
         return False
     del gang.bar_waits[block]
     gang.why = ""
-    _learn_named(gang, b, generation)
+    _learn_named(gang, b, generation, released)
     return True
 
 
-def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
-    """End a wait at a named barrier: record the event, and join its clock to the gang's clock."""
+def _learn_named(gang: Gang, b: NamedBarrier, generation: int, released: Released) -> None:
+    """End a wait at a named barrier: record the event, and acquire what its arrivals released."""
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
-    if gang.clock is not None:
-        gang.clock.join(b.clocks[generation])
+    if gang.clock is not None and released.knowledge is not None:
+        gang.clock.join(released.knowledge)
 
 
 # ---- cluster barrier
@@ -284,7 +283,7 @@ def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
     gang.cluster_wait_for = b.generation
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=b.generation)
-    gang.cluster.release_cluster(gang.handed_on(m, relaxed))
+    b.released.add(gang.handed_on(m, relaxed))
     if gang.clock is not None:
         gang.clock.tick()
     b.arrive(len(gang.warps_of(m)))
@@ -300,10 +299,9 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
     if b.generation == gang.cluster_wait_for:
         gang.why = f"waits at barrier.cluster ({b.arrived} of {b.warps} warps)"
         return False
-    if gang.clock is not None:
-        knowledge = b.clocks.get(gang.cluster_wait_for)
-        if knowledge is not None:  # None if all arrivals were relaxed and nothing was fenced
-            gang.clock.join(knowledge)
+    knowledge = b.done.knowledge  # None if all arrivals were relaxed and nothing was fenced
+    if gang.clock is not None and knowledge is not None:
+        gang.clock.join(knowledge)
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=gang.cluster_wait_for)
     gang.cluster_wait_for, gang.why = -1, ""
