@@ -246,6 +246,8 @@ def getctarank(e: Emitter, c: Instr) -> list[str]:
 def isspacep(e: Emitter, c: Instr) -> list[str]:
     """Emit isspacep."""
     space = c.parts[1].split("::")[0]
+    if space not in ("shared", "global", "local", "param"):
+        raise e.fail(c)
     return e.put(c.args[0], f"is_in_space(W,{e.val(c.args[1], 'u8')},'{space}')", "bool")
 
 
