@@ -93,9 +93,12 @@ def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
 
 
 def mbarrier_inval(gang: Gang, a: Lanes, m: Mask) -> None:
-    """Execute mbarrier.inval: remove the mbarrier."""
+    """Execute mbarrier.inval: remove the mbarrier, which must be in the gang's own CTA."""
     for address, _ in lanes_by_address(gang, a, m):
-        gang.cluster.mbarrier(address)
+        if address >> RANK_SHIFT != gang.cta.rank:
+            text = f"mbarrier.inval at shared address {address:#x}: it is of another CTA"
+            raise Trap("bounds", text)
+        _check_init_visible(gang, gang.cluster.mbarrier(address))
         del gang.cta.mbarriers[address & OFFSET_MASK]
 
 
@@ -111,7 +114,9 @@ def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
     """Execute mbarrier.complete_tx: subtract `tx` bytes from the mbarrier's transaction count."""
     for lane in gang.active(m).tolist():
-        gang.cluster.mbarrier(int(a[lane])).expect(-int(tx[lane]))
+        b = gang.cluster.mbarrier(int(a[lane]))
+        _check_init_visible(gang, b)
+        b.expect(-int(tx[lane]))
     gang.cluster.events += 1
 
 
@@ -120,34 +125,34 @@ def mbarrier_arrive(
 ) -> Lanes:
     """Execute mbarrier.arrive or arrive_drop, with .expect_tx or without; return the state token.
 
-    The token is the phase before the arrival, 0 or 1. If lanes arrive at several mbarriers, every
-    lane gets that of the last one.
+    The token of a lane is the phase of its mbarrier before the arrival, 0 or 1.
 
     Args:
         n: arrivals of each lane.
         tx: bytes that .expect_tx adds before the arrival; None without it.
-        drop: whether later phases expect one arrival less for each lane (arrive_drop).
+        drop: whether later phases expect these arrivals no more (arrive_drop).
         relaxed: whether the arrival is relaxed; if not, it is a release.
     """
-    state = 0
-    for address, lanes in lanes_by_address(gang, a, m):
+    state = np.zeros(gang.width, u8)
+    for address, _ in lanes_by_address(gang, a, m):
         b = gang.cluster.mbarrier(address)
         _check_init_visible(gang, b)
-        state = b.phase
         who = m & (a == a.dtype.type(address))
+        state[who] = b.phase
+        arrivals = int(n[who].astype(np.int64).sum())
         if gang.events is not None:
             gang.events.add("arrive", gang.line, what=b, phase=b.flips)
         remote = address >> RANK_SHIFT != gang.cta.rank
         b.release(gang.handed_on(who, relaxed, CLUSTER if remote else CTA))
         if drop:
-            b.count -= lanes
+            b.count -= arrivals
         if tx is not None:
             b.expect(int(tx[who].astype(np.int64).sum()))
-        b.arrive(int(n[who].astype(np.int64).sum()))
+        b.arrive(arrivals)
     gang.cluster.events += 1
     if gang.clock is not None:
         gang.clock.tick()
-    return np.full(gang.width, state, u8)
+    return state
 
 
 def mbarrier_test_wait(
