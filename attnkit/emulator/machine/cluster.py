@@ -162,9 +162,8 @@ class Cluster:
 
         The chunks are in the order of the dense box; the indices include the swizzle.
         """
-        need = 128 if tm.swizzle or tm.item else 16
-        if address & (need - 1):
-            raise Trap("alignment", f"TMA box at shared address {address:#x}: {need} bytes needed")
+        if address % 128:
+            raise Trap("alignment", f"TMA box at shared address {address:#x}: 128 bytes needed")
         cta, off = self._at(address, tm.box_bytes)
         c = tm.chunks + (off + SHARED_BASE) // 16
         return cta, (c ^ ((c >> 3) & tm.swizzle)) - SHARED_BASE // 16
