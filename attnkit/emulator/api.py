@@ -12,7 +12,7 @@ from attnkit.emulator.execution.grid import Grid, LaunchStats
 from attnkit.emulator.faults import Finding, KernelFault
 from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.event_recorder import Recorder
-from attnkit.emulator.machine.global_memory import GlobalMemory, restore, snapshot
+from attnkit.emulator.machine.global_memory import GlobalMemory, array_names, restore, snapshot
 from attnkit.emulator.machine.global_races import GlobalRaces
 from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
 from attnkit.emulator.ptx.cta_groups import mixed_cta_groups
@@ -161,7 +161,6 @@ class CheckReport:
     static: tuple[Finding, ...]
     runs: tuple[Report, ...]
     differences: tuple[Finding, ...] = ()
-    outputs: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -208,7 +207,7 @@ def check(
         f for k in target.kernels.values() for f in (*missing_fences(k), *mixed_cta_groups(k))
     )
     before = snapshot(args)
-    first: list[Any] | None = None
+    first: tuple[str, list[Any]] | None = None
     runs: list[Report] = []
     differences: list[Finding] = []
     modes = [("eager", 0), *(("adversarial", s) for s in range(seeds)), ("race", 0)]
@@ -228,15 +227,15 @@ def check(
         if not report.ok:
             continue
         wrong = expect() if expect else None
+        how = f"{mode} order, seed {seed}"
         if wrong:
-            text = f"wrong results in {mode} order, seed {seed}: {wrong}"
-            differences.append(Finding("difference", text))
+            differences.append(Finding("difference", f"wrong results in {how}: {wrong}"))
         now = snapshot(args)
         if first is None:
-            first = now
+            first = how, now
         elif deterministic:
-            for i, (x, y) in enumerate(zip(first, now, strict=True)):
+            for name, x, y in zip(array_names(args), first[1], now, strict=True):
                 if not np.array_equal(x, y):
-                    text = f"argument {i} differs between eager and {mode} order, seed {seed}"
+                    text = f"{name} differs between {first[0]}, and {how}"
                     differences.append(Finding("difference", text))
     return CheckReport(static, tuple(runs), tuple(differences))

@@ -173,7 +173,7 @@ class Executable(Launchable):
         other = object.__new__(Executable)
         Launchable.__init__(other, parse(text))
         other.ptx, other.cubin, other.specs, other.host = text, None, self.specs, self.host
-        other.names, other.roles = self.names, self.roles
+        other.names, other.roles, other.sms = self.names, self.roles, self.sms
         return other
 
 

@@ -342,7 +342,7 @@ class Producer2Cta:
             if cute.arch.lane_idx() == 0:
                 index = cute.arch.atomic_add(counter.iterator, Int32(1))
                 if index == total + ctas // 2 - 1:  # the last claim resets the counter
-                    counter[0] = Int32(0)
+                    cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
                 info[Word.NEXT_ITEM] = index
                 place = device.remote_address((info.iterator + Word.NEXT_ITEM).toint(), Int32(1))
                 device.write_remote(place, [index] * 4)

@@ -174,7 +174,7 @@ class Producer:
             if lane == 0:
                 old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
                 if old == total - 1:  # the last fetch of the launch resets the counter
-                    lists.counter[0] = Int32(0)
+                    cute.arch.store(lists.counter.iterator, Int32(0), sem="relaxed", scope="gpu")
             index = cute.arch.shuffle_sync(old, 0) + ctas
             kv_count += 1
         cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)

@@ -175,7 +175,7 @@ class Producer:
                 if lane == 0:
                     old = cute.arch.atomic_add(counter.iterator, Int32(1))
                     if old == total - 1:  # the last fetch of the launch resets the counter
-                        counter[0] = Int32(0)
+                        cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
                 following = cute.arch.shuffle_sync(old, 0) + ctas
             tile_idx += 1
             index = following

@@ -254,5 +254,5 @@ class Producer:
         if cute.arch.lane_idx() == 0:
             index = cute.arch.atomic_add(counter.iterator, Int32(1))
             if index == total + ctas - 1:  # the last claim of the launch resets the counter
-                counter[0] = Int32(0)
+                cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
         return cute.arch.shuffle_sync(index, 0)

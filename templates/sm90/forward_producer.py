@@ -141,7 +141,7 @@ class TileScheduler:
             if cute.arch.lane_idx() == 0:
                 old = cute.arch.atomic_add(counter.iterator, Int32(1))
                 if old == live - 1:  # the last fetch of the launch leaves the counter at zero
-                    counter[0] = Int32(0)
+                    cute.arch.store(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
             index = cute.arch.shuffle_sync(old, 0) + ctas
         with cute.arch.elect_one():
             next_tile[WorkItem.BATCH] = Int32(END)

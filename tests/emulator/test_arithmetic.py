@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnkit import emulator
 from tests.emulator.ptx_kit import evaluate
@@ -35,6 +37,11 @@ H4 = np.roll(F4, 23)
 def s(x: int, bits: int = 32) -> int:
     """Convert an unsigned number of `bits` bits to signed."""
     return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def low24(x: int) -> int:
+    """Return the low 24 bits of a number as a signed number."""
+    return s(x % 2**24, 24)
 
 
 def trunc_div(a: int, b: int) -> int:
@@ -69,6 +76,19 @@ INTEGER: list[tuple[str, str, list[Any], int, Callable[..., int]]] = [
     ("mul", "mul.wide.u32 {o}, {a0}, {a1};", [U4, V4], 64, lambda a, b: a * b),
     ("mul", "mul.wide.s16 {o}, {a0}, 3;", [U2], 32, lambda a: s(a, 16) * 3),
     ("mul", "mul.hi.u64 {o}, {a0}, {a1};", [U8, V8], 64, lambda a, b: a * b >> 64),
+    ("mul24", "mul24.lo.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: low24(a) * low24(b)),
+    ("mul24", "mul24.hi.s32 {o}, {a0}, {a1};", [U4, V4], 32, lambda a, b: low24(a) * low24(b) >> 16),
+    ("mul24", "mul24.hi.u32 {o}, {a0}, {a1};", [U4, V4], 32,
+     lambda a, b: (a % 2**24) * (b % 2**24) >> 16),
+    ("mad24", "mad24.lo.u32 {o}, {a0}, {a1}, {a0};", [U4, V4], 32,
+     lambda a, b: (a % 2**24) * (b % 2**24) + a),
+    ("mad24", "mad24.hi.s32 {o}, {a0}, {a1}, {a1};", [U4, V4], 32,
+     lambda a, b: (low24(a) * low24(b) >> 16) + b),
+    ("bfind", "bfind.u32 {o}, {a0};", [SMALL - SMALL[0]], 32, lambda a: a.bit_length() - 1),
+    ("bfind", "bfind.shiftamt.u32 {o}, {a0};", [SMALL - SMALL[0]], 32,
+     lambda a: 32 - a.bit_length() if a else -1),
+    ("bfind", "bfind.shiftamt.s64 {o}, {a0};", [np.append(U8, [0, -1 % 2**64]).astype(np.uint64)], 32,
+     lambda a: (lambda n: 64 - n.bit_length() if n else -1)(~s(a, 64) if a >> 63 else a)),
     ("mad", "mad.lo.s32 {o}, {a0}, {a1}, {a0};", [U4, V4], 32, lambda a, b: a * b + a),
     ("mad", "mad.wide.s32 {o}, {a0}, 5, {a1};", [U4, U8], 64, lambda a, b: s(a) * 5 + b),
     ("mad", "mad.hi.u32 {o}, {a0}, {a1}, 9;", [U4, V4], 32, lambda a, b: (a * b >> 32) + 9),
@@ -340,3 +360,131 @@ def test_unknown_opcode_is_named() -> None:
         evaluate("dp4a.s32.s32 {o}, {a0}, {a0}, {a0};", [U4], np.uint32)
     with pytest.raises(emulator.UnknownOpcode, match=r"add\.cc\.u64"):
         evaluate("add.cc.u64 {o}, {a0}, {a0};", [U8], np.uint64)
+
+
+REFUSED = [
+    "mul24.wide.s32 {o}, {a0}, {a0};",
+    "mad24.hi.sat.s32 {o}, {a0}, {a0}, {a0};",
+    "mad.hi.sat.s32 {o}, {a0}, {a0}, {a0};",
+    "sqrt.rz.f32 {o}, {a0};",
+    "rcp.rp.f32 {o}, {a0};",
+    "div.rm.f32 {o}, {a0}, {a0};",
+    "fma.rn.relu.f32 {o}, {a0}, {a0}, {a0};",
+    "cvt.rz.f32.s64 {o}, %d1;",
+    "cvt.rm.f64.u64 %d2, %d1;",
+    "cvt.rn.f16.s64 %h1, %d1;",
+    "cvt.rn.satfinite.f16.f32 %h1, {a0};",
+    "cvt.rn.satfinite.bf16x2.f32 {o}, {a0}, {a0};",
+    "cvt.rz.tf32.f32 {o}, {a0};",
+    "isspacep.const %p1, %d1;",
+    "mma.sync.aligned.m16n8k16.row.col.satfinite.s32.s8.s8.s32 "
+    "{{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{%r7}}, {{%r1, %r2, %r3, %r4}};",
+    "wgmma.mma_async.sync.aligned.m64n8k32.satfinite.s32.s8.s8 "
+    "{{%r1, %r2, %r3, %r4}}, %d1, %d2, %p1;",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda t: t.split()[0])
+@ours
+def test_forms_that_are_not_implemented_are_refused(text: str) -> None:
+    with pytest.raises(emulator.UnknownOpcode, match=text.split()[0]):
+        evaluate(text, [U4], np.uint32)
+
+
+def nearest(x: Fraction, digits: int, least: int) -> Fraction:
+    """Round to `digits` binary digits, to even, with no digit below 2 ** least."""
+    if x == 0:
+        return x
+    e = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    e -= Fraction(2) ** e > abs(x)
+    unit = Fraction(2) ** max(e - digits + 1, least)
+    return round(x / unit) * unit
+
+
+# Numbers close to the middle of two neighbours of bf16 or f16, and anywhere.
+CLOSE = st.builds(
+    lambda n, e, tiny: math.ldexp(n + tiny, e),
+    st.integers(-(2**13), 2**13),
+    st.integers(-150, 3),
+    st.sampled_from([0.0, 2.0**-30, -(2.0**-30), 0.5]),
+)
+
+
+@given(st.lists(CLOSE, min_size=32, max_size=32))
+@pytest.mark.parametrize(("kind", "digits", "least"), [("bf16", 8, -133), ("f16", 11, -24)])
+@section("cvt")
+def test_cvt_of_f64_to_16_bits_rounds_once(
+    kind: str, digits: int, least: int, values: list[float]
+) -> None:
+    x = np.array(values)
+    got = evaluate(
+        f"cvt.rn.{kind}.f64 %h1, {{a0}}; cvt.f32.{kind} {{o}}, %h1;",
+        [x.view(np.uint64)],
+        np.float32,
+    )
+    small = [v for v in values if abs(v) < 60000]
+    want = [nearest(Fraction(v), digits, least) for v in small]
+    assert [Fraction(float(g)) for g, v in zip(got, values, strict=True) if v in small] == want
+
+
+@section("cvt")
+def test_cvt_of_integers_to_16_bits_rounds_once() -> None:
+    x = np.array([2**24 + 2**16 + 1, 2**31 - 1, 257, 0] * 8, np.int32)
+    got = evaluate(
+        "cvt.rn.bf16.s32 %h1, {a0}; cvt.f32.bf16 {o}, %h1;", [x.view(np.uint32)], np.float32
+    )
+    want = [nearest(Fraction(v), 8, -133) for v in x.tolist()]
+    assert [Fraction(float(g)) for g in got] == want
+
+
+@pytest.mark.parametrize("op", ["fma.rn", "mad.rn"])
+@section("Floating-Point Instructions")
+def test_fma_of_f64_rounds_once(op: str) -> None:
+    a, b = rng.normal(size=(2, N))
+    c = -(a * b) * (1 + rng.integers(-2, 3, N) * 2.0**-30)
+    got = evaluate(
+        f"{op}.f64 {{o}}, {{a0}}, {{a1}}, {{a2}};",
+        [x.view(np.uint64) for x in (a, b, c)],
+        np.uint64,
+    ).view(np.float64)
+    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a, b, c, strict=True)]
+    assert [Fraction(float(g)) for g in got] == [nearest(x, 53, -1074) for x in exact]
+
+
+@pytest.mark.parametrize("how", ["rm", "rp", "rz"])
+@pytest.mark.parametrize("op", ["fma", "add", "sub"])
+@section("Mixed Precision Floating Point Instructions: fma")
+def test_mixed_precision_rounds_and_saturates_as_it_says(op: str, how: str) -> None:
+    x, y = (torch.randn(64).bfloat16() for _ in range(2))
+    z = torch.randn(64).numpy()
+    bits = [v.view(torch.int16).numpy().view(np.uint16) for v in (x, y)]
+    args = "{a0}, {a1}, {a2}" if op == "fma" else "{a0}, {a2}"
+    got = evaluate(f"{op}.{how}.f32.bf16 {{o}}, {args};", [*bits, z], np.float32, "sm_100a")
+    left = x.double() * y.double() if op == "fma" else x.double()
+    exact = left.numpy() + (-1 if op == "sub" else 1) * z.astype(np.float64)
+    down = (exact > 0) if how == "rz" else np.full(64, how == "rm")
+    assert ((got <= exact) == down)[got != exact].all()
+    assert (np.abs(got - exact) < np.spacing(np.abs(got)) * 1.001).all()
+    clamped = evaluate(f"{op}.{how}.sat.f32.bf16 {{o}}, {args};", [*bits, z], np.float32, "sm_100a")
+    np.testing.assert_array_equal(clamped, np.clip(got, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "want"),
+    [
+        ("s32", "f32", 0), ("u32", "f32", 0), ("s64", "f32", 2**63), ("u64", "f32", 2**63),
+        ("s32", "f64", 2**31), ("u32", "f64", 2**31), ("s64", "f64", 2**63), ("u64", "f64", 2**63),
+    ],
+)  # fmt: skip
+@section("cvt")
+def test_nan_to_integer(to: str, source: str, want: int) -> None:
+    x = np.full(32, np.nan, f"f{int(source[1:]) // 8}").view(f"u{int(source[1:]) // 8}")
+    got = evaluate(f"cvt.rzi.{to}.{source} {{o}}, {{a0}};", [x], f"u{int(to[1:]) // 8}")
+    assert got.tolist() == [want] * 32
+
+
+@section("cvt")
+def test_ftz_flushes_a_subnormal_before_it_becomes_an_integer() -> None:
+    x = np.full(32, 1e-40, np.float32)
+    assert evaluate("cvt.rpi.s32.f32 {o}, {a0};", [x], np.int32).tolist() == [1] * 32
+    assert evaluate("cvt.rpi.ftz.s32.f32 {o}, {a0};", [x], np.int32).tolist() == [0] * 32

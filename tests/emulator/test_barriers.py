@@ -5,6 +5,8 @@ PTX ISA: mbarrier, "bar, barrier", barrier.cluster.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -281,3 +283,92 @@ $L_end:
     counter, owner = np.zeros(1, np.uint32), np.full(12, 99, np.uint32)
     run(body, counter, owner, block=(1, 1, 1), grid=(3, 1, 1))
     assert np.bincount(owner).tolist() == [4, 4, 4]
+
+
+def tokens(body: str, mode: str = "eager") -> list[int]:
+    """Return the state token that each lane has in %d9 after `body`, reduced to its parity."""
+    out = np.zeros(32, np.uint32)
+    store = """
+    cvt.u32.u64 %r90, %d9; and.b32 %r90, %r90, 1; mov.u32 %r91, %tid.x;
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r91, 4; add.s64 %d3, %d1, %d2;
+    st.global.b32 [%d3], %r90;
+    """
+    run(body + store, out, shared=64, mode=mode)
+    return out.tolist()
+
+
+@section("mbarrier.arrive")
+def test_arrive_drop_drops_the_count_of_its_arrivals() -> None:
+    """After 3 of 8 arrivals are dropped, phases need 5."""
+    body = (
+        init_barriers((0, 8))
+        + """
+    mov.u32 %r1, %tid.x; setp.ne.s32 %p1, %r1, 0; @%p1 bra $L_end;
+    mov.b32 %r2, 3; mov.b32 %r3, 5;
+    mbarrier.arrive_drop.shared.b64 %d9, [dynamic], %r2;
+    mbarrier.arrive.shared.b64 %d9, [dynamic], %r3;
+    mbarrier.arrive.shared.b64 %d9, [dynamic], PHASE;
+    mbarrier.arrive.shared.b64 %d9, [dynamic];
+$L_end:
+    """
+    )
+    assert tokens(body.replace("PHASE", "%r3"))[0] == 0
+    assert tokens(body.replace("PHASE", "%r2"))[0] == 1
+
+
+@section("mbarrier.arrive")
+def test_a_token_is_that_of_the_mbarrier_of_its_lane() -> None:
+    body = (
+        init_barriers((0, 16), (8, 16))
+        + """
+    mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 4; shl.b32 %r2, %r2, 3;
+    mov.b32 %r3, dynamic; add.s32 %r3, %r3, %r2;
+    setp.ne.s32 %p1, %r2, 0;
+    @%p1 mbarrier.arrive.shared.b64 %d9, [%r3];
+    mbarrier.arrive.shared.b64 %d9, [%r3];
+    """
+    )
+    assert tokens(body) == [0] * 16 + [1] * 16
+
+
+@section("mbarrier.init")
+def test_an_mbarrier_is_removed_by_its_own_cta() -> None:
+    body = (
+        init_barriers((0, 1))
+        + """
+    mov.u32 %r1, %cluster_ctarank; setp.ne.s32 %p1, %r1, 0;
+    mov.b32 %r2, dynamic; mapa.shared::cluster.u32 %r3, %r2, WHERE;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    @%p1 bra $L_end;
+    mbarrier.inval.shared.b64 [%r3];
+$L_end:
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    """
+    )
+    launch: dict[str, Any] = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "shared": 64}
+    assert run(body.replace("WHERE", "0"), **launch).ok
+    with pytest.raises(KernelFault, match="of another CTA"):
+        run(body.replace("WHERE", "1"), **launch)
+
+
+@section("mbarrier.init")
+@pytest.mark.parametrize(("what", "uses"), [("complete_tx", 2), ("inval", 1)])
+def test_an_mbarrier_is_used_only_after_its_init_is_visible(what: str, uses: int) -> None:
+    body = """
+    mov.u32 %r1, %tid.x; setp.eq.s32 %p1, %r1, 0; setp.eq.s32 %p2, %r1, 32;
+    mov.b32 %r2, 1;
+    @%p1 mbarrier.init.shared.b64 [dynamic], %r2;
+    SYNC
+    @%p2 mbarrier.WHAT;
+    """
+    forms = {
+        "complete_tx": "expect_tx.relaxed.cta.shared::cta.b64 [dynamic], 16;\n"
+        "@%p2 mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [dynamic], 16",
+        "inval": "inval.shared.b64 [dynamic]",
+    }
+    body = body.replace("WHAT", forms[what])
+    launch: dict[str, Any] = {"block": (64, 1, 1), "shared": 64, "mode": "race"}
+    assert run(body.replace("SYNC", "bar.sync 0;"), **launch).findings == ()
+    found = run(body.replace("SYNC", ""), **launch).findings
+    lines = {f.place.line for f in found if "mbarrier.init" in f.text}
+    assert len(lines) == uses

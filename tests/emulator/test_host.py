@@ -111,3 +111,10 @@ def test_findings_name_the_source_of_the_kernel(exe: Executable) -> None:
     file, line = place.source.rsplit(":", 1)
     assert Path(file).name == "simt.py"
     assert int(line) <= len(Path(file).read_text().split("\n"))
+
+
+def test_a_copy_with_other_ptx_has_the_same_gpu(
+    exe: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exe, "sms", 5)
+    assert exe.with_ptx(exe.ptx).sms == 5

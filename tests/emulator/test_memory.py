@@ -328,3 +328,82 @@ def test_an_element_that_a_wide_load_reads_and_nothing_uses_needs_no_value() -> 
     assert out.tolist() == [18 * i for i in range(32)]
     bad = run(body.replace("LAST", "%r8"), out, shared=512, mode="race")
     assert [f.kind for f in bad.findings] == ["uninitialised"]
+
+
+MIXED = """
+    mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 3; mul.wide.u32 %d2, %r1, 4;
+    ld.param.u64 %d1, [p0]; add.s64 %d3, %d1, %d2;
+    cvta.shared.u64 %d4, dynamic; add.s64 %d5, %d4, %d2;
+    mov.u64 %d6, depot; cvta.local.u64 %d7, %d6;
+    setp.eq.s32 %p1, %r2, 0; setp.eq.s32 %p2, %r2, 1;
+    selp.b64 %d8, %d5, %d3, %p1;
+"""
+
+
+@section("ld", "st", "atom")
+def test_lanes_of_one_generic_access_may_be_in_different_state_spaces() -> None:
+    body = f"""
+    .local .align 16 .b8 depot[32];
+    {MIXED}
+    selp.b64 %d9, %d7, %d8, %p2;
+    st.b32 [%d9], %r1; ld.b32 %r3, [%d9];
+    @!%p2 atom.add.u32 %r4, [%d8], 100;
+    @!%p2 ld.b32 %r5, [%d8];
+    @%p2 add.s32 %r4, %r3, 0; @%p2 add.s32 %r5, %r3, 100;
+    add.s32 %r6, %r3, %r4; add.s32 %r6, %r6, %r5;
+    st.global.b32 [%d3], %r6;
+    """
+    out = np.zeros(32, np.uint32)
+    for mode in ("eager", "race"):
+        run(body, out, shared=256, mode=mode)
+        assert out.tolist() == [3 * t + 100 for t in range(32)]
+    local = body.replace("@!%p2 atom.add.u32 %r4, [%d8]", "atom.add.u32 %r4, [%d9]")
+    assert fault(local, out, shared=256) == "bounds"
+
+
+@section("ld")
+def test_generic_addresses_of_kernel_parameters() -> None:
+    """Each lane reads the parameter at its own address."""
+    text = kernel(
+        """
+    mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 1; mul.wide.u32 %d2, %r2, 4;
+    mov.b64 %d3, p1; cvta.param.u64 %d4, %d3; add.s64 %d5, %d4, %d2;
+    ld.b32 %r3, [%d5+OFFSET];
+    ld.param.u64 %d1, [p0]; mul.wide.u32 %d6, %r1, 4; add.s64 %d7, %d1, %d6;
+    st.global.b32 [%d7], %r3;
+    """,
+        ".param .u64 p0, .param .u32 p1, .param .u32 p2",
+    )
+    out = np.zeros(32, np.uint32)
+    assert emulator.run(emulator.Ptx(text.replace("OFFSET", "0")), out, 5, 9).ok
+    assert out.tolist() == [5, 9] * 16
+    with pytest.raises(KernelFault, match="kernel parameters at"):
+        emulator.run(emulator.Ptx(text.replace("OFFSET", "8")), out, 5, 9)
+
+
+@section("Shared State Space", "mapa")
+def test_every_lane_must_address_a_cta_that_exists() -> None:
+    body = """
+    mov.u32 %r1, %tid.x; setp.eq.s32 %p1, %r1, 7; mov.b32 %r2, dynamic;
+    add.s32 %r3, %r2, 0x1000000; selp.b32 %r4, %r3, %r2, %p1;
+    st.shared::cluster.b32 [%r4], %r1;
+    """
+    with pytest.raises(KernelFault, match="no CTA of rank 1"):
+        run(body, shared=256)
+
+
+@section(
+    "Warp-level matrix load instruction: ldmatrix", "Warp-level matrix store instruction: stmatrix"
+)
+@pytest.mark.parametrize("lane", [0, 5])
+@pytest.mark.parametrize(
+    "what", ["ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [%r4];",
+             "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r4], {%r1};"]
+)  # fmt: skip
+def test_rows_of_matrices_are_in_the_own_cta(what: str, lane: int) -> None:
+    body = f"""
+    mov.u32 %r1, %tid.x; setp.eq.s32 %p1, %r1, {lane}; mov.b32 %r2, dynamic;
+    add.s32 %r3, %r2, 0x1000000; selp.b32 %r4, %r3, %r2, %p1;
+    {what}
+    """
+    assert fault(body, shared=256) == "bounds"

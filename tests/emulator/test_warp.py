@@ -55,6 +55,7 @@ def shfl(mode: str, b: int, c: int) -> Any:
     [
         ("idx", 0, 31), ("idx", 7, 0x1C1F), ("bfly", 1, 31), ("bfly", 16, 31), ("bfly", 2, 0x1C1F),
         ("down", 3, 31), ("down", 2, 0x181F), ("up", 1, 0), ("up", 4, 0x1800),
+        ("up", 2, 0x1819), ("up", 1, 0x0F07),
     ],
 )  # fmt: skip
 @section("shfl.sync")

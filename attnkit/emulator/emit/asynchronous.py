@@ -97,7 +97,7 @@ def wgmma(e: Emitter, c: Instr) -> list[str]:
         raise e.fail(c)
     n, k = int(shape.group(1)), int(shape.group(2))
     dt, at, bt = (x for x in p[-3:])
-    if dt not in ("f32", "f16", "s32"):
+    if dt not in ("f32", "f16", "s32") or c.has("satfinite"):
         raise e.fail(c)
     d = tuple(e.index[x] for x in e.vector(a[0]))
     in_regs = a[1].startswith("{")
@@ -121,6 +121,8 @@ def mma(e: Emitter, c: Instr) -> list[str]:
     shape = next((x for x in shapes if x), None)
     if shape is None or "sp" in p or any("block_scale" in x for x in p) or not c.has("row"):
         raise e.fail(c)
+    if c.has("satfinite"):
+        raise e.fail(c, "saturation of s32")
     m, n, k = (int(x) for x in shape.groups())
     dt, at, bt = p[-4], p[-3], p[-2]
     if (m, n) != (16, 8) or not c.has("col") or "b1" in p:

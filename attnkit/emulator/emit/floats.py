@@ -55,6 +55,8 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
     t = "f4" if p[-1] == "f32" else "f8"
     x = [_flush(e, c, e.val(v, t)) for v in a[1:]]
     mode = c.option(*_ROUND)
+    if c.has("relu", "oob") or (mode and op == "div"):
+        raise e.fail(c)
     if op in _INFIX or op in ("fma", "mad"):
         if mode and t == "f8":
             raise e.fail(c, "directed rounding of f64")
@@ -63,7 +65,7 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
         elif op in _INFIX:
             out = f"{x[0]}{_INFIX[op]}{x[1]}"
         else:
-            out = f"fma({x[0]},{x[1]},{x[2]})" if t == "f4" else f"{x[0]}*{x[1]}+{x[2]}"
+            out = f"{'fma' if t == 'f4' else 'fma64'}({x[0]},{x[1]},{x[2]})"
     elif op in ("max", "min"):
         out = _extremum(e, c, x, t)
     elif op in ("neg", "abs"):
@@ -72,10 +74,14 @@ def _scalar(e: Emitter, c: Instr) -> list[str]:
         out = f"np.copysign({x[1]},{x[0]})"
     else:
         raise e.fail(c)
-    out = _flush(e, c, f"({out})")
-    if "sat" in p:
-        out = f"np.nan_to_num(np.clip({out},{e.const(0, t)},{e.const(1, t)}))"
-    return e.put(a[0], out, t)
+    return e.put(a[0], _saturated(e, c, _flush(e, c, f"({out})"), t), t)
+
+
+def _saturated(e: Emitter, c: Instr, x: str, t: str) -> str:
+    """Return expression `x`, clamped to [0, 1] with NaN as 0 if the instruction has .sat."""
+    if "sat" not in c.parts:
+        return x
+    return f"np.nan_to_num(np.clip({x},{e.const(0, t)},{e.const(1, t)}))"
 
 
 def _directed(op: str, x: list[str], mode: str) -> str:
@@ -136,12 +142,16 @@ def _mixed(e: Emitter, c: Instr) -> list[str]:
             return f"{kind}_to_f32({e.val(v, 'u2')})"
         return e.val(v, "f4")
 
-    x = [operand(v) for v in a[1:]]
-    if op == "fma":
-        return e.put(a[0], f"fma({x[0]},{x[1]},{x[2]})", "f4")
-    if op in ("add", "sub"):
-        return e.put(a[0], f"{x[0]}{_INFIX[op]}{x[1]}", "f4")
-    raise e.fail(c)
+    x, mode = [operand(v) for v in a[1:]], c.option(*_ROUND)
+    if op not in ("fma", "add", "sub") or c.has("ftz", "relu", "oob"):
+        raise e.fail(c)
+    if mode:
+        out = _directed(op, x, mode)
+    elif op == "fma":
+        out = f"fma({x[0]},{x[1]},{x[2]})"
+    else:
+        out = f"({x[0]}{_INFIX[op]}{x[1]})"
+    return e.put(a[0], _saturated(e, c, out, "f4"), "f4")
 
 
 def _half(e: Emitter, c: Instr) -> list[str]:
@@ -156,7 +166,7 @@ def _half(e: Emitter, c: Instr) -> list[str]:
         fn = _LAMBDA[op]
     else:
         raise e.fail(c)
-    if c.has("sat", "relu"):
+    if c.has("sat", "relu", "oob"):
         raise e.fail(c)
     args = ",".join(e.val(x, t) for x in a[1:])
     return e.put(a[0], f"{'packed' if two else 'half'}({fn},'{kind}',{args})", t)
@@ -167,7 +177,7 @@ def special(e: Emitter, c: Instr) -> list[str]:
     op, kind = c.parts[0], c.parts[-1]
     if kind in ("f16", "f16x2", "bf16", "bf16x2"):
         return _half(e, c)
-    if kind not in ("f32", "f64"):
+    if kind not in ("f32", "f64") or c.has(*_ROUND):
         raise e.fail(c)
     t = "f4" if kind == "f32" else "f8"
     x = e.val(c.args[1], t)

@@ -24,8 +24,10 @@ def integer(e: Emitter, c: Instr) -> list[str]:
         if "sat" in p:
             raise e.fail(c, "saturating integer arithmetic")
         return e.put(a[0], f"{e.val(a[1], un)}{_INFIX[op]}{e.val(a[2], un)}", un)
-    if op in ("mul", "mad", "mul24", "mad24"):
+    if op in ("mul", "mad"):
         return _product(e, c, t)
+    if op in ("mul24", "mad24"):
+        return _product24(e, c, t)
     if op in ("div", "rem"):
         return e.put(a[0], f"i{op}({e.val(a[1], t)},{e.val(a[2], t)})", t)
     if op in ("max", "min"):
@@ -50,6 +52,8 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
     """Emit mul or mad."""
     p, a, size = c.parts, c.args, BYTES[t]
     un, half = f"u{size}", p[1]
+    if "sat" in p:
+        raise e.fail(c, "saturating integer arithmetic")
     add = "+{}" if p[0].startswith("mad") else ""
     if half == "lo":
         third = add.format(e.val(a[3], un)) if add else ""
@@ -68,6 +72,19 @@ def _product(e: Emitter, c: Instr, t: str) -> list[str]:
         third = add.format(e.val(a[3], t)) if add else ""
         return e.put(a[0], f"({prod}>>{e.const(size * 8, wide)}).astype({t}){third}", t)
     raise e.fail(c)
+
+
+def _product24(e: Emitter, c: Instr, t: str) -> list[str]:
+    """Emit mul24 or mad24: products of the low 24 bits, of which .hi takes bits 16 to 47."""
+    p, a = c.parts, c.args
+    if BYTES[t] != 4 or p[1] not in ("hi", "lo") or "sat" in p:
+        raise e.fail(c)
+    wide = f"{t[0]}8"
+    up = e.const(40, wide)
+    x, y = (f"(({e.val(v, t)}.astype({wide})<<{up})>>{up})" for v in a[1:3])
+    shift = e.const(16 if p[1] == "hi" else 0, wide)
+    add = f"+{e.val(a[3], 'u4')}" if p[0] == "mad24" else ""
+    return e.put(a[0], f"(({x}*{y})>>{shift}).astype(u4){add}", "u4")
 
 
 def _carried(e: Emitter, c: Instr, t: str) -> list[str]:
@@ -117,7 +134,7 @@ def _one_operand(e: Emitter, c: Instr, t: str) -> list[str]:
     if op in ("popc", "clz"):
         return e.put(a[0], f"{op}({e.val(a[1], un)})", "u4")
     if op == "bfind":
-        return e.put(a[0], f"bfind({e.val(a[1], t)})", "u4")
+        return e.put(a[0], f"bfind({e.val(a[1], t)},{'shiftamt' in p})", "u4")
     if op == "brev":
         return e.put(a[0], f"brev({e.val(a[1], un)})", un)
     if op == "bfe":

@@ -115,6 +115,8 @@ def cvt(e: Emitter, c: Instr) -> list[str]:
     if dt in ("bf16x2", "f16x2", "e4m3x2", "e5m2x2") or st in ("e4m3x2", "e5m2x2"):
         return _cvt_pair(e, c, dt, st)
     if dt == "tf32":
+        if not c.has("rna") or c.has("relu", "satfinite"):
+            raise e.fail(c)
         return e.put(a[0], f"f32_to_tf32({e.val(a[1], 'f4')})", "f4")
     src = st if st in ("bf16", "f16") else NUMPY.get(st, "")
     dst = dt if dt in ("bf16", "f16") else NUMPY.get(dt, "")
@@ -132,6 +134,8 @@ def _cvt_scalar(e: Emitter, c: Instr, x: str, src: str, dst: str) -> str:
     p = c.parts
     mode = c.option("rzi", "rni", "rmi", "rpi")
     directed = c.option("rz", "rm", "rp")
+    if "ftz" in p and src == "f4":
+        x = f"ftz({x})"
     if dst[0] == "f" and src[0] == "f":
         if mode:
             fn = {"rzi": "trunc", "rni": "rint", "rmi": "floor", "rpi": "ceil"}[mode]
@@ -141,22 +145,28 @@ def _cvt_scalar(e: Emitter, c: Instr, x: str, src: str, dst: str) -> str:
             out = f"np.nan_to_num(np.clip({out},{e.const(0, dst)},{e.const(1, dst)}))"
         return f"ftz({out})" if "ftz" in p else out
     if dst[0] == "f":
+        if directed and BYTES[src] == 8:
+            raise e.fail(c, "directed rounding of 64-bit integers")
         wide = directed and BYTES[src] == 4 and dst == "f4"
         return f"directed({x}.astype(f8),'{directed}')" if wide else f"{x}.astype({dst})"
     if src[0] == "f":
+        if mode is None:
+            raise e.fail(c)
         return f"float_to_int({x},'{mode}',{dst})"
     return f"int_to_int({x},{dst})" if "sat" in p else f"{x}.astype({dst})"
 
 
 def _cvt_half(e: Emitter, c: Instr, x: str, src: str, dst: str) -> list[str]:
     """Emit a conversion to f16 or bf16."""
+    if c.has("sat", "satfinite", "rs") or (src[0] != "f" and BYTES[src] == 8):
+        raise e.fail(c)
     if c.has("rz") and dst == "bf16":
         fn = "f32_to_bf16_rz"
-    elif c.has("rn", "rna"):
+    elif c.has("rn"):
         fn = f"f32_to_{dst}"
     else:
         raise e.fail(c)
-    x = x if src == "f4" else f"{x}.astype(f4)"
+    x = x if src == "f4" else f"odd({x}.astype(f8))"
     x = f"np.fmax({x},{e.const(0.0, 'f4')})" if c.has("relu") else x
     return e.put(c.args[0], f"{fn}({x})", "u2")
 
@@ -169,7 +179,7 @@ def _cvt_pair(e: Emitter, c: Instr, dt: str, st: str) -> list[str]:
         if c.has("relu"):
             hi, lo = (f"np.fmax({v},{e.const(0.0, 'f4')})" for v in (hi, lo))
         fn = f"{dt}_rz" if c.has("rz") else dt
-        if fn == "f16x2_rz" or c.has("rs"):
+        if fn == "f16x2_rz" or c.has("rs", "satfinite"):
             raise e.fail(c)
         return e.put(a[0], f"{fn}({hi},{lo})", "u4")
     if dt.startswith("e") and st == "f32":
@@ -246,6 +256,8 @@ def getctarank(e: Emitter, c: Instr) -> list[str]:
 def isspacep(e: Emitter, c: Instr) -> list[str]:
     """Emit isspacep."""
     space = c.parts[1].split("::")[0]
+    if space not in ("shared", "global", "local", "param"):
+        raise e.fail(c)
     return e.put(c.args[0], f"is_in_space(W,{e.val(c.args[1], 'u8')},'{space}')", "bool")
 
 

@@ -84,6 +84,18 @@ class MBarrier:
 
 
 @dataclass(eq=False)
+class Released:
+    """Holds what the arrivals in one generation of a barrier release, if races are watched."""
+
+    knowledge: Knowledge | None = None
+
+    def add(self, knowledge: Knowledge | None) -> None:
+        """Add the knowledge that one arrival releases."""
+        if knowledge is not None:
+            self.knowledge = joined(self.knowledge, knowledge)
+
+
+@dataclass(eq=False)
 class NamedBarrier:
     """Models a barrier of bar.sync and bar.arrive (PTX ISA, bar), which counts whole warps.
 
@@ -92,7 +104,7 @@ class NamedBarrier:
         arrived: number of threads that have arrived in the current generation.
         generation: number of times that the barrier has completed.
         waiting: numbers of the warps that have arrived in the current generation.
-        clocks: knowledge that arrivals release, by generation, if races are watched.
+        released: what arrivals in the current generation release. A gang that waits holds on to it.
     """
 
     number: int
@@ -101,7 +113,7 @@ class NamedBarrier:
     arrived: int = 0
     generation: int = 0
     waiting: list[int] = field(default_factory=list)
-    clocks: dict[int, Knowledge] = field(default_factory=dict)
+    released: Released = field(default_factory=Released)
 
     def arrive(self, lanes: int, threads: int, warps: tuple[int, ...]) -> bool:
         """Count `lanes` of `threads` expected arrivals; return whether the barrier completes."""
@@ -121,13 +133,9 @@ class NamedBarrier:
             self.arrived = 0
             self.waiting = []
             self.generation += 1
+            self.released = Released()
             return True
         return False
-
-    def release(self, knowledge: Knowledge | None) -> None:
-        """Add `knowledge` to what a wait for the current generation acquires."""
-        if knowledge is not None:
-            accumulate(self.clocks, self.generation, knowledge)
 
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
@@ -145,13 +153,16 @@ class ClusterBarrier:
         warps: number of warps of the cluster.
         arrived: number of warps that have arrived in the current generation.
         generation: number of times that the barrier has completed.
-        clocks: knowledge that arrivals release, by generation, if races are watched.
+        released: what arrivals in the current generation release.
+        done: what arrivals in the last completed generation released. All warps wait for it before
+            the next generation completes, as every warp arrives in each.
     """
 
     warps: int
     arrived: int = 0
     generation: int = 0
-    clocks: dict[int, Knowledge] = field(default_factory=dict)
+    released: Released = field(default_factory=Released)
+    done: Released = field(default_factory=Released)
 
     def arrive(self, n: int) -> None:
         """Count the arrival of `n` warps; complete the barrier if all have arrived."""
@@ -159,12 +170,6 @@ class ClusterBarrier:
         if self.arrived == self.warps:
             self.arrived = 0
             self.generation += 1
+            self.done, self.released = self.released, Released()
         elif self.arrived > self.warps:
             raise Trap("barrier", "barrier.cluster: a warp arrives twice in one phase")
-
-
-def accumulate(clocks: dict[int, Knowledge], generation: int, knowledge: Knowledge) -> None:
-    """Add `knowledge` to what a wait for generation `generation` of a barrier acquires."""
-    both = joined(clocks.get(generation), knowledge)
-    assert both is not None
-    clocks[generation] = both

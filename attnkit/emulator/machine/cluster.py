@@ -11,9 +11,9 @@ import numpy as np
 from attnkit.emulator.faults import KernelFault, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
 from attnkit.emulator.machine.async_groups import Work
-from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier, accumulate
+from attnkit.emulator.machine.barriers import ClusterBarrier, MBarrier
 from attnkit.emulator.machine.cta import Cta
-from attnkit.emulator.machine.knowledge import Clock, Knowledge
+from attnkit.emulator.machine.knowledge import Clock
 from attnkit.emulator.machine.launch import Launch
 from attnkit.emulator.machine.race_detector import ACCESSORS, RaceDetector
 from attnkit.emulator.machine.tensor_maps import Box, TensorMap
@@ -162,9 +162,8 @@ class Cluster:
 
         The chunks are in the order of the dense box; the indices include the swizzle.
         """
-        need = 128 if tm.swizzle or tm.item else 16
-        if address & (need - 1):
-            raise Trap("alignment", f"TMA box at shared address {address:#x}: {need} bytes needed")
+        if address % 128:
+            raise Trap("alignment", f"TMA box at shared address {address:#x}: 128 bytes needed")
         cta, off = self._at(address, tm.box_bytes)
         c = tm.chunks + (off + SHARED_BASE) // 16
         return cta, (c ^ ((c >> 3) & tm.swizzle)) - SHARED_BASE // 16
@@ -213,8 +212,3 @@ class Cluster:
         b = self.mbarrier(address)
         b.release(clock.knows if clock is not None else None)
         b.expect(-size)
-
-    def release_cluster(self, knowledge: Knowledge | None) -> None:
-        """Add `knowledge` to what waiters acquire in this generation of the cluster barrier."""
-        if knowledge is not None:
-            accumulate(self.barrier.clocks, self.barrier.generation, knowledge)

@@ -13,6 +13,7 @@ import numpy as np
 
 from attnkit.emulator.faults import Finding, KernelFault, Place, Trap
 from attnkit.emulator.machine.async_groups import CopyGroup, WgmmaGroup
+from attnkit.emulator.machine.barriers import NamedBarrier, Released
 from attnkit.emulator.machine.cluster import Cluster
 from attnkit.emulator.machine.cta import Cta
 from attnkit.emulator.machine.event_recorder import Stream
@@ -45,7 +46,8 @@ class Gang:
         leaving: lanes of warps that must leave the gang before its basic block can run, or None.
         race, clock: the race detector and the gang's clock, if races are watched.
         events: stream that records events; None if there is no recorder.
-        bar_waits: (number, generation) of the named barrier at which lanes wait, by basic block.
+        bar_waits: the named barrier at which lanes wait, its generation, and what arrivals in that
+            generation release, by basic block.
         cluster_wait_for: generation of the cluster barrier in which it arrived without a wait so
             far, or -1.
         last_polls: bytes that the last poll of global memory read, by basic block.
@@ -77,7 +79,7 @@ class Gang:
         self.race: RaceDetector | None = None
         self.clock: Clock | None = None
         self.events: Stream | None = None
-        self.bar_waits: dict[int, tuple[int, int]] = {}
+        self.bar_waits: dict[int, tuple[NamedBarrier, int, Released]] = {}
         self.cluster_wait_for = -1
         self.last_polls: dict[int, bytes] = {}
         self.cp_current = CopyGroup()

@@ -121,6 +121,17 @@ def arrays(args: Sequence[Any]) -> list[Any]:
     return out
 
 
+def array_names(args: Sequence[Any], name: str = "argument {}") -> list[str]:
+    """Return the name of each array that `arrays` returns: "argument 2", "argument 3[0]"."""
+    out: list[str] = []
+    for i, a in enumerate(args):
+        if isinstance(a, list | tuple):
+            out += array_names(a, name.format(i) + "[{}]")
+        else:
+            out += [name.format(i)] * len(arrays([a]))
+    return out
+
+
 def snapshot(args: Sequence[Any]) -> list[Lanes]:
     """Return copies of the bytes that the arrays among `args` span."""
     return [_bytes(a).copy() for a in arrays(args)]

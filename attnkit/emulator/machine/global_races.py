@@ -34,12 +34,27 @@ from attnkit.emulator.machine.knowledge import (
     joined,
 )
 
-# Columns of an access record. WHO_CLUSTER is the number of the cluster plus 1; 0 means no access.
-WHO_CLUSTER, WHO_AGENT, TIME, KIND, LINE = range(5)
-COLUMNS = 5
 _JOINED = 4096  # most results of `GlobalRaces._with` that are cached
-GENERIC, STRONG = 1, 2  # bits of KIND
-Rows = NDArray[np.int32]
+_SETS = 1 << 17  # default of `GlobalRaces.most_sets`
+GENERIC, STRONG = 1, 2  # bits of `Record.kind`
+Numbers = NDArray[np.int32]
+
+
+class Record(NamedTuple):
+    """Describes an access that has happened: who made it, when, how (`Access.kind`) and where.
+
+    `cluster` is the number of the cluster, `agent` and `time` are those of its clock, `line` is the
+    PTX line.
+    """
+
+    cluster: int
+    agent: int
+    time: int
+    kind: int
+    line: int
+
+
+Records = tuple[Record, ...]
 
 
 class Place(Protocol):
@@ -81,19 +96,25 @@ class Access(NamedTuple):
     kind: int
 
     @property
-    def row(self) -> tuple[int, ...]:
-        """Return the access record, in the order of the columns."""
-        return (self.who.knows.cluster + 1, self.agent, self.who.now, self.kind, self.gang.line)
+    def record(self) -> Record:
+        """Return the record of the access."""
+        who = self.who
+        return Record(who.knows.cluster, self.agent, who.now, self.kind, self.gang.line)
 
 
 @dataclass(eq=False)
 class Shadow:
-    """Holds the records of the last write and the last read of each granule of a buffer."""
+    """Holds which writes and reads of each granule of a buffer later accesses can conflict with.
+
+    A granule has the number of a set of records, see `GlobalRaces`; 0 is the empty set. Threads
+    that do not wait for each other may all read a granule, so several reads are kept; and several
+    writes if they are atomics, which do not race with each other.
+    """
 
     name: str
     first: int  # address of the first granule, in granules
-    writes: Rows
-    reads: Rows
+    writes: Numbers
+    reads: Numbers
 
 
 @dataclass(frozen=True)
@@ -148,7 +169,8 @@ class Kernel:
 class GlobalRaces:
     """Detects races on global memory in the kernels of a stream; holds their access records.
 
-    Clusters and kernels are numbered in the order in which they start in the stream.
+    Clusters and kernels are numbered in the order in which they start in the stream. Many granules
+    have equal records, so sets of records are stored once, and granules refer to them by number.
 
     Attributes:
         grain: bytes of a granule.
@@ -158,6 +180,7 @@ class GlobalRaces:
         released: knowledge that strong stores release, by address.
         conflicts: findings, by text and the PTX lines of the two accesses.
         counts: how often each conflict was found.
+        most_sets: number of sets of records at which those that no granule refers to are dropped.
     """
 
     grain: int = 2
@@ -167,12 +190,15 @@ class GlobalRaces:
     released: dict[int, tuple[Released, ...]] = field(default_factory=dict)
     conflicts: dict[tuple[str, int, int], GlobalConflict] = field(default_factory=dict)
     counts: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    most_sets: int = _SETS
     _shadows: dict[int, Shadow] = field(default_factory=dict)
     _past: list[Shadow] = field(default_factory=list)
     _joined: dict[tuple[int, ...], tuple[tuple[Released, ...], Released, tuple[Released, ...]]] = (
         field(default_factory=dict)
     )
     _keep: list[GlobalMemory] = field(default_factory=list)
+    _sets: list[Records] = field(default_factory=lambda: [()])
+    _number: dict[Records, int] = field(default_factory=lambda: {(): 0})
 
     # ---- kernels and clusters
     def begin_call(self, memory: GlobalMemory, grain: int) -> None:
@@ -229,7 +255,7 @@ class GlobalRaces:
         if b.base not in self._shadows:
             first, last = b.base // self.grain, -(-b.end // self.grain)
             # np.zeros, so that pages which no kernel accesses take no memory
-            writes, reads = (np.zeros((last - first, COLUMNS), np.int32) for _ in range(2))
+            writes, reads = (np.zeros(last - first, np.int32) for _ in range(2))
             shadow = Shadow(b.name, first, writes, reads)
             for old in self._past:
                 lo = max(first, old.first)
@@ -251,110 +277,181 @@ class GlobalRaces:
         return shadow, (first[..., None] + np.arange(n)).ravel()
 
     def read(self, at: tuple[Shadow, Any], access: Access) -> None:
-        """Record a read; report it if it is not ordered after the last write.
+        """Record a read; report it if it is not ordered after earlier writes.
 
         Args:
             at: shadow and granules, from `index`.
             access: the agent that reads, and the kind of the access.
         """
+        self._drop_unused_sets()
         shadow, i = at
         self._check(at, shadow.writes[i], access, "read not ordered after write")
-        shadow.reads[i] = access.row
+        shadow.reads[i] = self._with_access(shadow.reads[i], access, write=False)
 
     def write(self, at: tuple[Shadow, Any], access: Access) -> None:
-        """Record a write; report it if it is not ordered after the last write and the last read.
+        """Record a write; report it if it is not ordered after earlier writes and reads.
 
         Arguments are those of `read`.
         """
+        self._drop_unused_sets()
         shadow, i = at
         text = "write not ordered after {}"
         self._check(at, shadow.writes[i], access, text.format("write"))
         self._check(at, shadow.reads[i], access, text.format("read"))
-        shadow.writes[i] = access.row
+        shadow.writes[i] = self._with_access(shadow.writes[i], access, write=True)
 
     def check_constant(self, at: tuple[Shadow, Any], access: Access) -> None:
         """Report an ld.global.nc of memory that a thread of the same kernel has written."""
         shadow, i = at
-        rows = shadow.writes[i]
-        here = [c + 1 for c, k in enumerate(self.kernel_of) if k == len(self.kernels) - 1]
-        bad = np.isin(rows[:, WHO_CLUSTER], here)
-        if bad.any():
+        sets, now = shadow.writes[i], len(self.kernels) - 1
+        bad: dict[int, Record] = {}
+        for number in _distinct(sets):
+            here = [r for r in self._sets[number] if self.kernel_of[r.cluster] == now]
+            if here:
+                bad[number] = here[0]
+        if bad:
             text = "ld.global.nc of memory that the same kernel writes"
-            self._note("race", text, at, rows, bad, access)
+            self._note("race", text, at, sets, bad, access)
 
-    def _check(self, at: tuple[Shadow, Any], rows: Rows, access: Access, text: str) -> None:
+    def _check(self, at: tuple[Shadow, Any], sets: Numbers, access: Access, text: str) -> None:
         """Report `access` if an earlier access is not ordered before it, or lacks a proxy fence.
 
         Args:
             at: shadow and granules of the access.
-            rows: records of the earlier accesses to these granules, all reads or all writes.
+            sets: sets of records of earlier accesses to these granules, all reads or all writes.
             access: the later access.
             text: text of the finding.
         """
-        bad, unseen = self._unordered(rows, access.who)
-        if access.kind & STRONG:
-            weak = rows[:, KIND] & STRONG == 0
-            bad, unseen = bad & weak, unseen & weak
-        if bad.any():
-            self._note("race", text, at, rows, bad, access)
-            return
-        if access.kind & GENERIC or text.endswith("read"):
-            return
-        unseen &= rows[:, KIND] & GENERIC != 0
-        if unseen.any():
+        fenced = access.kind & GENERIC or text.endswith("read")
+        bad: dict[int, Record] = {}
+        unseen: dict[int, Record] = {}
+        for number in _distinct(sets):
+            for r in self._sets[number]:
+                if r.kind & access.kind & STRONG:
+                    continue
+                if not self._ordered(r, access.who):
+                    bad.setdefault(number, r)
+                elif not fenced and r.kind & GENERIC and not self._fenced(r, access.who):
+                    unseen.setdefault(number, r)
+        if bad:
+            self._note("race", text, at, sets, bad, access)
+        elif unseen:
             how = text.split(" ", 1)[0]
             why = f"asynchronous {how} after a generic write without fence.proxy.async"
-            self._note("fence", why, at, rows, unseen, access)
+            self._note("fence", why, at, sets, unseen, access)
 
-    def _unordered(self, rows: Rows, who: Clock) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return two masks of `rows`: not ordered before `who`, not covered by a proxy fence."""
-        unfinished: frozenset[int] | None = None
-        bad = np.zeros(len(rows), bool)
-        unseen = np.zeros(len(rows), bool)
-        for number in np.unique(rows[:, WHO_CLUSTER]).tolist():
-            if number == 0:
-                continue
-            mine, cluster = rows[:, WHO_CLUSTER] == number, number - 1
-            if self.kernel_of[cluster] != len(self.kernels) - 1:
-                if unfinished is None:
-                    unfinished = self._unfinished(who)
-                if self.kernel_of[cluster] in unfinished:
-                    bad |= mine
-                continue
-            table = who.knows.of(cluster)
-            agents, times = rows[:, WHO_AGENT], rows[:, TIME]
-            if table is None:
-                bad |= mine
-                continue
-            bad |= mine & (times > table[KNOWN][agents])
-            unseen |= mine & (times > table[GLOBAL][agents])
-        return bad, unseen
+    def _ordered(self, r: Record, who: Clock) -> bool:
+        """Return whether an earlier access is ordered before the next one by `who`."""
+        kernel = self.kernel_of[r.cluster]
+        if kernel != len(self.kernels) - 1:
+            return kernel not in self._unfinished(who)
+        table = who.knows.of(r.cluster)
+        return table is not None and r.time <= table[KNOWN, r.agent]
 
+    def _fenced(self, r: Record, who: Clock) -> bool:
+        """Return whether a proxy fence covers an earlier access that is ordered before `who`."""
+        if self.kernel_of[r.cluster] != len(self.kernels) - 1:
+            return True
+        table = who.knows.of(r.cluster)
+        return table is not None and bool(r.time <= table[GLOBAL, r.agent])
+
+    # ---- sets of records
+    def _with_access(self, sets: Numbers, access: Access, *, write: bool) -> Any:
+        """Return the sets of records of granules after an access: one number, or one for each.
+
+        Args:
+            sets: sets of records of earlier reads if this is a read, else of earlier writes.
+        """
+        old = _distinct(sets)
+        new = [self._after(self._sets[number], access, write) for number in old]
+        return new[0] if len(new) == 1 else np.array(new, np.int32)[np.searchsorted(old, sets)]
+
+    def _after(self, records: Records, access: Access, write: bool) -> int:
+        """Return the number of the set of `records` and `access`, less records it makes needless.
+
+        A record is needless if each later access that conflicts with it also conflicts with
+        `access`. So an ordered one is, unless it is weak and `access` strong: then an atomic may
+        race with it alone. Writes that are not ordered are kept only if both are strong, because
+        otherwise their race is reported now.
+        """
+        new = access.record
+        keep = []
+        for r in records:
+            if self._replaces(r, access):
+                kept = not r.kind & STRONG and bool(new.kind & STRONG) and self._may_run(r)
+            else:
+                kept = not write or bool(r.kind & new.kind & STRONG)
+            if kept:
+                keep.append(r)
+        both = (*keep, new)
+        number = self._number.setdefault(both, len(self._sets))
+        if number == len(self._sets):
+            self._sets.append(both)
+        return number
+
+    def _replaces(self, r: Record, access: Access) -> bool:
+        """Return whether each release of `access` also releases the earlier access `r`.
+
+        A release by a single lane leaves out what other lanes of its warp have accessed since they
+        last met, although the warp executes these accesses in order.
+        """
+        who = access.who
+        if r.cluster != who.knows.cluster:
+            return self._ordered(r, who)
+        if r.agent == access.agent:
+            return True
+        met = who.common is None or bool(r.time <= who.common[r.agent])
+        return met and self._ordered(r, who)
+
+    def _may_run(self, r: Record) -> bool:
+        """Return whether the kernel of an access may still run, for some thread of this kernel."""
+        kernel = self.kernel_of[r.cluster]
+        return kernel == len(self.kernels) - 1 or kernel in self.kernels[-1].concurrent
+
+    def _drop_unused_sets(self) -> None:
+        """Drop the sets that no granule refers to, when there are many sets."""
+        if len(self._sets) < self.most_sets:
+            return
+        shadows = {id(s): s for s in (*self._past, *self._shadows.values())}.values()
+        arrays = [x for s in shadows for x in (s.writes, s.reads)]
+        used = np.unique(np.concatenate([np.zeros(1, np.int32), *map(np.unique, arrays)]))
+        for x in arrays:
+            at = np.flatnonzero(x)
+            x[at] = np.searchsorted(used, x[at])
+        self._sets = [self._sets[n] for n in used.tolist()]
+        self._number = {records: n for n, records in enumerate(self._sets)}
+        self.most_sets = max(self.most_sets, 2 * len(self._sets))
+
+    # ---- findings
     def _note(
         self,
         kind: str,
         text: str,
         at: tuple[Shadow, Any],
-        rows: Rows,
-        bad: NDArray[Any],
+        sets: Numbers,
+        bad: dict[int, Record],
         access: Access,
     ) -> None:
-        """Add a conflict at the first granule in `bad`; count it if an equal one is known."""
+        """Add a conflict at the first granule in conflict; count it if an equal one is known.
+
+        Args:
+            sets: sets of records of the granules.
+            bad: a record in conflict, by the number of its set.
+        """
         (shadow, i), gang = at, access.gang
-        j = int(np.flatnonzero(bad)[0])
-        row = rows[j]
-        key = (text, int(row[LINE]), gang.line)
+        j = int(np.flatnonzero(np.isin(sets, list(bad)))[0])
+        r = bad[int(sets[j])]
+        key = (text, r.line, gang.line)
         self.counts[key] = self.counts.get(key, 0) + 1
         if key in self.conflicts:
             return
-        cluster = int(row[WHO_CLUSTER]) - 1
-        past = self.kernel_of[cluster] != len(self.kernels) - 1
-        first = self._named(cluster, int(row[WHO_AGENT]))
+        past = self.kernel_of[r.cluster] != len(self.kernels) - 1
+        first = self._named(r.cluster, r.agent)
         if past:
             text = f"{text} of an earlier kernel (griddepcontrol.wait)"
         where = f"{shadow.name} +{self.grain * int(i[j]):#x}"
         end = (self._named(access.who.knows.cluster, access.agent), gang.line)
-        line = 0 if past else int(row[LINE])
+        line = 0 if past else r.line
         self.conflicts[key] = GlobalConflict(kind, text, (first, line), end, gang.cta.ctaid, where)
 
     def _named(self, cluster: int, agent: int) -> str:
@@ -438,3 +535,11 @@ class GlobalRaces:
             self._joined.clear()
         self._joined[key] = before, new, after  # keeps the objects alive whose ids are the key
         return after
+
+
+def _distinct(sets: Numbers) -> list[int]:
+    """Return the different numbers in `sets`, in ascending order."""
+    if not sets.size:  # of a copy of no bytes
+        return []
+    first = sets[0]
+    return [int(first)] if (sets == first).all() else np.unique(sets).tolist()

@@ -16,6 +16,8 @@ from attnkit.errors import OptionError
 
 MODES = ("eager", "adversarial", "race")
 LIMIT = 200_000_000  # default limit of basic blocks of a launch, counted per warp
+_SMALL = {"b8": 1, "u8": 1, "s8": 1} | dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 2)
+_NOT_SHARED = ("global", "local", "param")
 EARLY = 0.2  # share of requests for another cluster that fail although clusters wait
 
 
@@ -123,13 +125,15 @@ class Launch:
 
     @property
     def grain(self) -> int:
-        """Return the size in bytes of the kernel's smallest store to shared memory, at most 4."""
-        sizes = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2}
+        """Return the size in bytes of the kernel's smallest write to shared memory, at most 4.
+
+        A store or atomic without a state space counts too, because its address may be there.
+        """
         sizes_seen = [4]
         for c in self.kernel.instructions():
-            if c.parts[0] == "st" and any(p.startswith("shared") for p in c.parts):
+            if c.parts[0] in ("st", "atom", "red") and not c.has(*_NOT_SHARED):
                 wide = next((int(p[1:]) for p in c.parts if p in ("v2", "v4", "v8")), 1)
-                sizes_seen.append(sizes.get(c.parts[-1], 4) * wide)
+                sizes_seen.append(_SMALL.get(c.parts[-1], 4) * wide)
         return min(sizes_seen)
 
     @staticmethod

@@ -110,7 +110,7 @@ class RaceDetector:
         self.reads = np.zeros((agents, n), np.int32)  # a row for each agent of `readers`
         self.readers: list[int] = []
         self.row: dict[int, int] = {}
-        self._granules: dict[tuple[int, int], tuple[Any, Index]] = {}
+        self._granules: dict[tuple[int, int, int], tuple[Any, Index]] = {}
         self.by_atomic = np.zeros(n, bool)
         self.atomics: Knowledge | None = None
         self.names: list[str] = []
@@ -192,11 +192,13 @@ class RaceDetector:
         n = max(1, size // self.grain)
         return base if n == 1 else (base[:, None] + np.arange(n)).ravel()
 
-    def granules(self, rank: int, offsets: NDArray[Any]) -> Index:
-        """Return the granules of the bytes at `offsets`, each once."""
-        key = (id(offsets), rank)
+    def granules(self, rank: int, offsets: NDArray[Any], size: int) -> Index:
+        """Return the granules of the elements of `size` bytes at `offsets`, each once."""
+        key = (id(offsets), size, rank)
         if key not in self._granules:
-            granules = self.stride * rank + np.unique(offsets // self.grain)
+            steps = range(0, size, self.grain)
+            inside = [np.unique((offsets + step) // self.grain) for step in steps]
+            granules = self.stride * rank + np.unique(np.concatenate(inside))
             self._granules[key] = (offsets, granules)  # keeps `offsets` and its id alive
         return self._granules[key][1]
 

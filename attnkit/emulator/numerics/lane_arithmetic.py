@@ -6,7 +6,10 @@ Operands and results are vectors of lanes, with one element per thread of a gang
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +65,20 @@ def fma(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
     return (a.astype(f8) * b + c).astype(f4)
 
 
+@cache
+def _libm_fma() -> Callable[[float, float, float], float]:
+    """Return the fma of the C library, which rounds once."""
+    function = ctypes.CDLL(ctypes.util.find_library("m")).fma
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+    return function
+
+
+def fma64(a: Lanes, b: Lanes, c: Lanes) -> Lanes:
+    """Compute a * b + c in float64, rounded once."""
+    one = _libm_fma()
+    return np.array([one(*x) for x in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)], f8)
+
+
 def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
     """Convert float64 to float32, rounding toward zero (rz), down (rm) or up (rp).
 
@@ -80,6 +97,16 @@ def directed(x: Lanes, mode: str, residual: Lanes | None = None) -> Lanes:
     if mode == "rp":
         return np.where(above < 0, np.nextafter(r, f4(np.inf)), r)
     return np.where(above * np.sign(x) > 0, np.nextafter(r, f4(0)), r)
+
+
+def odd(x: Lanes) -> Lanes:
+    """Convert float64 to float32, rounding toward zero; set the last bit if the result is inexact.
+
+    When the result is rounded to a format of at most 22 bits, that is as if `x` were rounded once.
+    """
+    r = directed(x, "rz")
+    out: Lanes = (r.view(u4) | (r.astype(f8) != x)).view(f4)
+    return out
 
 
 def directed_sum(a: Lanes, b: Lanes, mode: str) -> Lanes:
@@ -277,23 +304,31 @@ def brev(a: Lanes) -> Lanes:
     return np.array([int(f"{x:0{n}b}"[::-1], 2) for x in a.tolist()], a.dtype)
 
 
-def bfind(a: Lanes) -> Lanes:
-    """Return the position of the highest set bit (PTX ISA, bfind).
+def bfind(a: Lanes, shift: bool) -> Lanes:
+    """Return the position of the highest set bit (PTX ISA, bfind); all ones if no bit is set.
 
     For negative numbers it is that of the highest clear bit.
+
+    Args:
+        shift: whether to return how far it is from the highest position instead (.shiftamt).
     """
+    top = 8 * a.dtype.itemsize - 1
     if a.dtype.kind == "i":
         a = np.where(a < 0, ~a, a)
-    return np.array([(x.bit_length() - 1) & 0xFFFFFFFF for x in a.tolist()], u4)
+    found = [x.bit_length() - 1 for x in a.tolist()]
+    if shift:
+        found = [top - n if n >= 0 else n for n in found]
+    return np.array([n & 0xFFFFFFFF for n in found], u4)
 
 
 _INTEGRAL = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
-    """Convert floats to an integer type, with saturation; NaN gives 0.
+    """Convert floats to an integer type, with saturation.
 
-    The PTX ISA (cvt) specifies 0 for NaN unless the source is f64 or the result has 64 bits.
+    NaN gives 0, and if the source is f64 or the result has 64 bits the highest bit alone (PTX ISA,
+    cvt).
 
     Args:
         mode: rounding: "rzi", "rni", "rmi" or "rpi".
@@ -302,7 +337,10 @@ def float_to_int(x: Lanes, mode: str, dtype: Any) -> Lanes:
     y = np.nan_to_num(_INTEGRAL[mode](x.astype(f8)), nan=0.0, posinf=2.0**70, neginf=-(2.0**70))
     big, small = y >= float(info.max), y <= float(info.min)
     out = np.where(big | small, 0, y).astype(dtype)
-    return np.where(big, dtype(info.max), np.where(small, dtype(info.min), out))
+    out = np.where(big, dtype(info.max), np.where(small, dtype(info.min), out))
+    if x.dtype == f8 or info.bits == 64:
+        out = np.where(np.isnan(x), dtype(info.min or 1 << (info.bits - 1)), out)
+    return out
 
 
 def int_to_int(x: Lanes, dtype: Any) -> Lanes:
@@ -332,7 +370,7 @@ NAMESPACE: dict[str, Any] = {
     **{
         f.__name__: f
         for f in (
-            pack2, quad, ftz, fma, directed, directed_sum, bf16x2, f16x2, bf16x2_rz, fp8x2, fp8x2_to_f16x2,
+            pack2, quad, ftz, fma, fma64, directed, odd, directed_sum, bf16x2, f16x2, bf16x2_rz, fp8x2, fp8x2_to_f16x2,
             f16x2_to_fp8x2, halves, packed, half, idiv, irem, mulhi64, shl, shr, funnel, prmt, lop3, bfe,
             bfi, popc, clz, brev, bfind, float_to_int, int_to_int, bf16_to_f32, f16_to_f32,
             f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_tf32,

@@ -17,10 +17,10 @@ from attnkit.emulator.machine.knowledge import Order
 from attnkit.emulator.numerics.formats import Lanes
 from attnkit.emulator.numerics.lane_arithmetic import half, packed
 from attnkit.emulator.ops.loads_stores import (
-    generic_space,
     global_offsets,
     items_of,
     masks_by_rank,
+    masks_by_space,
     note_global,
     shared_offsets,
 )
@@ -155,13 +155,14 @@ def atom_generic(
     fmt: str | None,
     order: Order,
 ) -> Lanes:
-    """Execute atom on generic addresses; return the old values.
-
-    The first active lane's address determines the state space for all lanes.
-    """
-    kind = generic_space(gang, a, m)
-    if kind == "local":
-        raise Trap("bounds", "atomic on local memory")
-    if kind == "shared":
-        return atom_shared(gang, a, m, dt, how, values, fmt)
-    return atom_global(gang, a, m, dt, how, values, fmt, order)
+    """Execute atom on generic addresses; return the old values."""
+    old = np.zeros(gang.width, dt)
+    for space, part in masks_by_space(gang, a, m):
+        if space == "shared":
+            got = atom_shared(gang, a, part, dt, how, values, fmt)
+        elif space == "global":
+            got = atom_global(gang, a, part, dt, how, values, fmt, order)
+        else:
+            raise Trap("bounds", f"atomic on memory of state space .{space}")
+        old[part] = got[part]
+    return old

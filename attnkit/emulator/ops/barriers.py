@@ -12,7 +12,7 @@ import numpy as np
 
 from attnkit.emulator.faults import Finding, Trap
 from attnkit.emulator.machine.address_spaces import OFFSET_MASK, RANK_SHIFT, SHARED_BASE
-from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier
+from attnkit.emulator.machine.barriers import MBarrier, NamedBarrier, Released
 from attnkit.emulator.machine.gang import Gang, Mask
 from attnkit.emulator.machine.knowledge import CLUSTER, CTA, GLOBAL, SCOPES, SHARED, Clock
 from attnkit.emulator.numerics.formats import Lanes, u8
@@ -93,9 +93,12 @@ def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
 
 
 def mbarrier_inval(gang: Gang, a: Lanes, m: Mask) -> None:
-    """Execute mbarrier.inval: remove the mbarrier."""
+    """Execute mbarrier.inval: remove the mbarrier, which must be in the gang's own CTA."""
     for address, _ in lanes_by_address(gang, a, m):
-        gang.cluster.mbarrier(address)
+        if address >> RANK_SHIFT != gang.cta.rank:
+            text = f"mbarrier.inval at shared address {address:#x}: it is of another CTA"
+            raise Trap("bounds", text)
+        _check_init_visible(gang, gang.cluster.mbarrier(address))
         del gang.cta.mbarriers[address & OFFSET_MASK]
 
 
@@ -111,7 +114,9 @@ def mbarrier_expect_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
 def mbarrier_complete_tx(gang: Gang, a: Lanes, tx: Lanes, m: Mask) -> None:
     """Execute mbarrier.complete_tx: subtract `tx` bytes from the mbarrier's transaction count."""
     for lane in gang.active(m).tolist():
-        gang.cluster.mbarrier(int(a[lane])).expect(-int(tx[lane]))
+        b = gang.cluster.mbarrier(int(a[lane]))
+        _check_init_visible(gang, b)
+        b.expect(-int(tx[lane]))
     gang.cluster.events += 1
 
 
@@ -120,34 +125,34 @@ def mbarrier_arrive(
 ) -> Lanes:
     """Execute mbarrier.arrive or arrive_drop, with .expect_tx or without; return the state token.
 
-    The token is the phase before the arrival, 0 or 1. If lanes arrive at several mbarriers, every
-    lane gets that of the last one.
+    The token of a lane is the phase of its mbarrier before the arrival, 0 or 1.
 
     Args:
         n: arrivals of each lane.
         tx: bytes that .expect_tx adds before the arrival; None without it.
-        drop: whether later phases expect one arrival less for each lane (arrive_drop).
+        drop: whether later phases expect these arrivals no more (arrive_drop).
         relaxed: whether the arrival is relaxed; if not, it is a release.
     """
-    state = 0
-    for address, lanes in lanes_by_address(gang, a, m):
+    state = np.zeros(gang.width, u8)
+    for address, _ in lanes_by_address(gang, a, m):
         b = gang.cluster.mbarrier(address)
         _check_init_visible(gang, b)
-        state = b.phase
         who = m & (a == a.dtype.type(address))
+        state[who] = b.phase
+        arrivals = int(n[who].astype(np.int64).sum())
         if gang.events is not None:
             gang.events.add("arrive", gang.line, what=b, phase=b.flips)
         remote = address >> RANK_SHIFT != gang.cta.rank
         b.release(gang.handed_on(who, relaxed, CLUSTER if remote else CTA))
         if drop:
-            b.count -= lanes
+            b.count -= arrivals
         if tx is not None:
             b.expect(int(tx[who].astype(np.int64).sum()))
-        b.arrive(int(n[who].astype(np.int64).sum()))
+        b.arrive(arrivals)
     gang.cluster.events += 1
     if gang.clock is not None:
         gang.clock.tick()
-    return np.full(gang.width, state, u8)
+    return state
 
 
 def mbarrier_test_wait(
@@ -219,10 +224,10 @@ def bar(
     b = gang.cta.named[i]
     n = gang.uniform(threads, m) if threads is not None else gang.cta.threads_in_warps
     warps = gang.warps_of(m)
-    generation = b.generation
+    generation, released = b.generation, b.released
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=generation)
-    b.release(gang.handed_on(m))
+    released.add(gang.handed_on(m))
     if gang.clock is not None:
         gang.clock.tick()
     done = b.arrive(32 * len(warps), n, warps)
@@ -230,9 +235,9 @@ def bar(
     if arrive:
         return True
     if done:
-        _learn_named(gang, b, generation)
+        _learn_named(gang, b, generation, released)
         return True
-    gang.bar_waits[block] = (i, generation)
+    gang.bar_waits[block] = (b, generation, released)
     gang.why = f"waits at {b}"
     return False
 
@@ -256,23 +261,22 @@ def _warps_differ(gang: Gang, x: Lanes, m: Mask, what: str) -> bool:
 
 def _resume_bar(gang: Gang, block: int) -> bool:
     """Return whether the named barrier at which basic block `block` waits has completed."""
-    i, generation = gang.bar_waits[block]
-    b = gang.cta.named[i]
+    b, generation, released = gang.bar_waits[block]
     if b.generation == generation:
         gang.why = f"waits at {b}"
         return False
     del gang.bar_waits[block]
     gang.why = ""
-    _learn_named(gang, b, generation)
+    _learn_named(gang, b, generation, released)
     return True
 
 
-def _learn_named(gang: Gang, b: NamedBarrier, generation: int) -> None:
-    """End a wait at a named barrier: record the event, and join its clock to the gang's clock."""
+def _learn_named(gang: Gang, b: NamedBarrier, generation: int, released: Released) -> None:
+    """End a wait at a named barrier: record the event, and acquire what its arrivals released."""
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=generation)
-    if gang.clock is not None:
-        gang.clock.join(b.clocks[generation])
+    if gang.clock is not None and released.knowledge is not None:
+        gang.clock.join(released.knowledge)
 
 
 # ---- cluster barrier
@@ -284,7 +288,7 @@ def cluster_arrive(gang: Gang, m: Mask, relaxed: bool) -> bool:
     gang.cluster_wait_for = b.generation
     if gang.events is not None:
         gang.events.add("arrive", gang.line, what=b, phase=b.generation)
-    gang.cluster.release_cluster(gang.handed_on(m, relaxed))
+    b.released.add(gang.handed_on(m, relaxed))
     if gang.clock is not None:
         gang.clock.tick()
     b.arrive(len(gang.warps_of(m)))
@@ -300,10 +304,9 @@ def cluster_wait(gang: Gang, m: Mask) -> bool:
     if b.generation == gang.cluster_wait_for:
         gang.why = f"waits at barrier.cluster ({b.arrived} of {b.warps} warps)"
         return False
-    if gang.clock is not None:
-        knowledge = b.clocks.get(gang.cluster_wait_for)
-        if knowledge is not None:  # None if all arrivals were relaxed and nothing was fenced
-            gang.clock.join(knowledge)
+    knowledge = b.done.knowledge  # None if all arrivals were relaxed and nothing was fenced
+    if gang.clock is not None and knowledge is not None:
+        gang.clock.join(knowledge)
     if gang.events is not None:
         gang.events.add("wait", gang.line, what=b, phase=gang.cluster_wait_for)
     gang.cluster_wait_for, gang.why = -1, ""

@@ -26,13 +26,15 @@ def shared_offsets(gang: Gang, a: Lanes, m: Mask, size: int) -> tuple[int, Lanes
     """Return the CTA rank and the byte offsets in its shared memory that the lanes `m` address.
 
     Raise `Trap` unless the CTA exists and every access of `size` bytes is aligned and in bounds.
-    The rank is that of the first lane; `masks_by_rank` splits a mask so that all lanes agree.
+    `masks_by_rank` splits a mask so that all lanes address the same CTA.
     """
     x = a if m is gang.full else a[m]
     bits = int(np.bitwise_or.reduce(x))
     rank = int(x[0]) >> RANK_SHIFT
-    if rank >= len(gang.cluster.ctas):
-        raise Trap("bounds", f"shared address {int(x[0]):#x}: no CTA of rank {rank} in the cluster")
+    if rank >= len(gang.cluster.ctas) or bits >> RANK_SHIFT != rank:
+        top = int(x.max())
+        rank = top >> RANK_SHIFT
+        raise Trap("bounds", f"shared address {top:#x}: no CTA of rank {rank} in the cluster")
     if rank != gang.cta.rank:
         gang.cluster.reached(rank)
     if bits & (size - 1):
@@ -258,45 +260,51 @@ def _local_items(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> tuple[Lanes,
     return gang.thread[m], off // item, memory.view(dt)
 
 
-def generic_space(gang: Gang, a: Lanes, m: Mask) -> str:
-    """Return the state space of generic addresses: "shared", "local" or "global".
+def masks_by_space(gang: Gang, a: Lanes, m: Mask) -> list[tuple[str, Mask]]:
+    """Split a mask by the state space of the lanes' generic addresses.
 
-    The first active lane's address determines it; the others are assumed to be in the same space.
+    The state spaces are "shared", "local", "param" and "global".
     """
-    x = gang.uniform(a, m)
-    if x < 1 << 32:  # the heap of the Python process may also be in this range
-        low = any(b.base <= x < b.end for b in gang.memory.buffers)
-        return "global" if low else "shared"
-    return "local" if LOCAL_BASE <= x < LOCAL_BASE + (1 << 32) else "global"
-
-
-_LOADS = {"shared": ld_shared, "local": ld_local}
-_STORES = {"shared": st_shared, "local": st_local}
+    out: list[tuple[str, Mask]] = []
+    left = m
+    for space in ("shared", "local", "param"):
+        part = gang.narrowed(left, is_in_space(gang, a, space))
+        if part is not None:
+            out.append((space, part))
+            left = left & ~part
+    part = gang.narrowed(m, left)
+    return out if part is None else [*out, ("global", part)]
 
 
 def ld_generic(
     gang: Gang, a: Lanes, m: Mask, dt: Any, n: int, order: Order | None = None
 ) -> list[Lanes]:
     """Load `n` elements per lane from generic addresses, which may be kernel parameters."""
-    x = gang.uniform(a, m)
-    if PARAM_BASE <= x < PARAM_BASE + (1 << 20):
-        item = np.dtype(dt).itemsize
-        return [ld_param(gang, x + j * item, dt) for j in range(n)]
-    space = generic_space(gang, a, m)
-    if space == "global":
-        return ld_global(gang, a, m, dt, n, order)
-    return _LOADS[space](gang, a, m, dt, n)
+    out = np.zeros((n, gang.width), dt)
+    for space, part in masks_by_space(gang, a, m):
+        if space == "global":
+            got = ld_global(gang, a, part, dt, n, order)
+        elif space == "param":
+            got = _ld_params(gang, a, part, dt, n)
+        else:
+            got = (ld_shared if space == "shared" else ld_local)(gang, a, part, dt, n)
+        if part is gang.full:
+            return got
+        out[:, part] = [x[part] for x in got]
+    return list(out)
 
 
 def st_generic(
     gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None
 ) -> None:
     """Store elements to generic addresses."""
-    space = generic_space(gang, a, m)
-    if space == "global":
-        st_global(gang, a, m, dt, values, order)
-    else:
-        _STORES[space](gang, a, m, dt, values)
+    for space, part in masks_by_space(gang, a, m):
+        if space == "global":
+            st_global(gang, a, part, dt, values, order)
+        elif space == "param":
+            raise Trap("bounds", f"store to kernel parameters at {gang.uniform(a, part):#x}")
+        else:
+            (st_shared if space == "shared" else st_local)(gang, a, part, dt, values)
 
 
 def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
@@ -306,9 +314,26 @@ def is_in_space(gang: Gang, a: Lanes, space: str) -> Lanes:
         if b.base < 1 << 32:
             small &= (a < u8(b.base)) | (a >= u8(b.end))
     local = (a >= u8(LOCAL_BASE)) & (a < u8(LOCAL_BASE + (1 << 32)))
-    return {"shared": small, "local": local}.get(space, ~small & ~local)
+    param = (a >= u8(PARAM_BASE)) & (a < u8(PARAM_BASE + (1 << 20)))
+    spaces = {"shared": small, "local": local, "param": param}
+    return spaces[space] if space in spaces else ~small & ~local & ~param
 
 
 def ld_param(gang: Gang, address: int, dt: Any) -> Lanes:
     """Return a kernel parameter as a vector with the same value in every lane."""
     return gang.cta.param(address - PARAM_BASE, dt, gang.width)
+
+
+def _ld_params(gang: Gang, a: Lanes, m: Mask, dt: Any, n: int) -> list[Lanes]:
+    """Load `n` elements per lane from generic addresses of kernel parameters."""
+    item = np.dtype(dt).itemsize
+    out = np.zeros((n, gang.width), dt)
+    for address in np.unique(a[m]).tolist():
+        if address - PARAM_BASE + n * item > len(gang.launch.params):
+            size = len(gang.launch.params)
+            text = f"kernel parameters at {address - PARAM_BASE:+#x}, size {size:#x}"
+            raise Trap("bounds", text)
+        lanes = m & (a == u8(address))
+        for j in range(n):
+            out[j, lanes] = ld_param(gang, address + j * item, dt)[lanes]
+    return list(out)

@@ -54,14 +54,16 @@ def mma(
 def _matrix_rows(gang: Gang, a: Lanes, n: int, m: Mask) -> tuple[Any, Lanes, Lanes]:
     """Return the CTA, the byte offsets of the matrix rows, and the active warps.
 
-    The offsets are [active warps, 8 n] in shared memory. Lanes 8 j to 8 j + 7 of a warp give the
+    The offsets are [active warps, 8 n] in shared memory of the gang's own CTA. Lanes 8 j to 8 j + 7 of a warp give the
     addresses of the rows of matrix j. A row has 16 bytes and must be aligned to them.
     """
     rows = a.reshape(-1, 32)[:, : 8 * n].astype(np.int64)
     on = m.reshape(-1, 32).any(1)
     rows = rows[on]
-    rank = int(rows[0, 0]) >> RANK_SHIFT
-    cta = gang.cluster.ctas[rank]
+    cta = gang.cta
+    if (rows >> RANK_SHIFT != cta.rank).any():
+        bad = int(rows[rows >> RANK_SHIFT != cta.rank][0])
+        raise Trap("bounds", f"matrix row at shared address {bad:#x}: not in the warp's own CTA")
     off = (rows & OFFSET_MASK) - SHARED_BASE
     if (rows & 15).any():
         raise Trap("alignment", f"matrix row at shared +{int(off[(off & 15) != 0][0]):#x}")

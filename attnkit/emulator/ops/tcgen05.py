@@ -148,7 +148,7 @@ def tcgen05_cp(gang: Gang, t: Lanes, desc: Lanes, shape: str, group: int, m: Mas
                 c.tmem.check(column, bits // 32)
                 c.tmem.data[column : column + bits // 32] = np.tile(words, (128 // rows, 1)).T
                 if clock is not None and gang.race is not None:
-                    g = gang.race.granules(c.rank, index)
+                    g = gang.race.granules(c.rank, index, 1)
                     gang.race.read(g, clock, asynchronous=True, line=line)
                     i = gang.race.tensor(c.rank, column, bits // 32)
                     gang.race.check_tensor(i, clock, line, write=True)

@@ -188,7 +188,8 @@ def _note_product(
     assert race is not None
 
     def read(x: MatrixDescriptor, n: int, kind: str, major: bool) -> None:
-        i = race.granules(c.rank, elements(x, (0, n), p.k, ELEMENT_BYTES[kind], major))
+        item = ELEMENT_BYTES[kind]
+        i = race.granules(c.rank, elements(x, (0, n), p.k, item, major), item)
         race.read(i, clock, asynchronous=True, line=line)
 
     read(p.b, rows_b, p.b_kind, p.b_major)

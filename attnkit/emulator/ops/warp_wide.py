@@ -59,7 +59,7 @@ def shfl(
         j = lane + (b & u4(31))
     else:
         up = lane.astype(np.int64) - (b & u4(31))
-        ok = up >= (c & u4(31) | low).astype(np.int64)
+        ok = up >= high.astype(np.int64)
         return _gather(gang, a, np.where(ok, up, lane)), ok
     ok = j <= high
     return _gather(gang, a, np.where(ok, j, lane)), ok

@@ -115,7 +115,7 @@ def _note_operand_read(
     assert gang.race is not None
     item, mn_major = ELEMENT_BYTES[form.types[1 + side]], bool(form.major[side])
     bytes_ = elements(of_wgmma(descriptor), rows, form.k, item, mn_major)
-    i = gang.race.granules(gang.cta.rank, bytes_)
+    i = gang.race.granules(gang.cta.rank, bytes_, item)
     gang.race.read(i, clock, asynchronous=True, line=gang.line)
 
 
