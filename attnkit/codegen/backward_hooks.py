@@ -6,7 +6,7 @@ kernels use. Its methods are plain Python that runs while a kernel is traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class GraphBackward(GraphForward):
             FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
+        large: numbers of captured tensors whose gradient has offsets of more than 31 bits.
         indices: which loads wrap negative indices, and which are clamped.
 
     Attributes:
@@ -49,7 +50,7 @@ class GraphBackward(GraphForward):
         gradient_slots: for each load with a gradient, the number of its tensor among the tensors
             that need a gradient.
         gradient_repeats: for each load with a gradient, whether several scores of a row or of a
-            diagonal may read the same element, see `index_repeats`.
+            diagonal may read the same element, see `index_repeats`. False for `large` tensors.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
             `distance_term`. This requires that the derivative of the score_mod is 1.
@@ -65,6 +66,7 @@ class GraphBackward(GraphForward):
         lists_override_mask: bool = False,
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
+        large: Collection[int] = (),
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         loads: tuple[tuple[Node, Node], ...] = ()
@@ -97,7 +99,9 @@ class GraphBackward(GraphForward):
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
         self.gradient_repeats: tuple[bool, ...] = tuple(
-            level in (Level.RELATIVE, Level.ELEMENT) and index_repeats(load)
+            level in (Level.RELATIVE, Level.ELEMENT)
+            and index_repeats(load)
+            and int(str(load.attr)) not in large
             for load, level in zip(self._loads, self.gradient_levels, strict=True)
         )
         adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int64, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from attnkit.templates.common.exact_sums import ExactSums
 
@@ -24,7 +24,8 @@ class Runs:
     """Holds the current run of each load whose index repeats.
 
     Attributes:
-        places: i64 [loads] per thread, the address of the run's place; 0 before the first.
+        places: i32 [loads] per thread, the offset of the run's place in the gradient, in numbers.
+            Offsets have 32 bits to save registers; `gradient_repeats` is False for larger tensors.
         sums: f32 [loads] per thread; 0 before the first.
     """
 
@@ -38,7 +39,7 @@ class PlaceRuns(ExactSums):
     def make_runs(self) -> Runs:
         """Allocate registers for the runs of all loads whose index repeats."""
         count = max(sum(self.hooks.gradient_repeats), 1)
-        return Runs(cute.make_rmem_tensor(count, Int64), cute.make_rmem_tensor(count, Float32))
+        return Runs(cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Float32))
 
     def begin_runs(self, runs: Runs) -> None:
         """Empty all runs, at the begin of a work tile."""
@@ -51,66 +52,69 @@ class PlaceRuns(ExactSums):
         return sum(self.hooks.gradient_repeats[:i])
 
     def add_to_run(
-        self, i: int, runs: Runs, places: Sequence[cute.Pointer], values: Sequence[Any]
+        self,
+        i: int,
+        total: cute.Tensor,
+        runs: Runs,
+        places: Sequence[cute.Pointer],
+        values: Sequence[Any],
     ) -> None:
-        """Add `values` at `places` to the run of load `i`; zeros do not end a run."""
-        addresses = [Int64(place.toint()) for place in places]
-        self._add_group(runs, self.run_of(i), addresses, list(values))
+        """Add `values` at `places`: to the run of load `i` if the places are equal, else in memory.
+
+        Args:
+            i: index of the load.
+            total: the gradient in global memory.
+            runs: the runs of all loads.
+            places: pointers into `total`, see `place_of`.
+            values: one value for each place.
+        """
+        base, size = total.iterator.toint(), total.element_type.width // 8
+        offsets = [Int32((place.toint() - base) // size) for place in places]
+        self._add_group(total, runs, self.run_of(i), offsets, list(values))
 
     @cute.jit
     def _add_group(
         self,
+        total: cute.Tensor,
         runs: Runs,
         at: cutlass.Constexpr,
-        addresses: list,
+        offsets: list,
         values: list,
     ):
-        known = runs.places[at]
-        same = Boolean(True)
-        for address, value in zip(addresses, values, strict=True):
-            same = same & ((address == known) | (value == Float32(0.0)))
-        # in most groups all values continue the run: one test instead of one per value
-        if same:
-            total = values[0]
-            for value in values[1:]:
-                total = total + value
-            runs.sums[at] = runs.sums[at] + total
+        first, more, uniform = offsets[0], values[0], Boolean(True)
+        for offset, value in zip(offsets[1:], values[1:], strict=True):
+            uniform = uniform & ((offset == first) | (value == Float32(0.0)))
+            more = more + value
+        if uniform:
+            if (first != runs.places[at]) & (more != Float32(0.0)):
+                self._add_sum(runs.sums[at] != Float32(0.0), total, runs.places[at], runs.sums[at])
+                runs.places[at] = first
+                runs.sums[at] = Float32(0.0)
+            runs.sums[at] = runs.sums[at] + more
         else:
-            for address, value in zip(addresses, values, strict=True):
-                self._add_one(runs, at, address, value)
+            # the run goes on after a group that crosses the border of two entries
+            for offset, value in zip(offsets, values, strict=True):
+                self._add_sum(value != Float32(0.0), total, offset, value)
 
-    @cute.jit
-    def _add_one(self, runs: Runs, at: cutlass.Constexpr, address: Int64, value: Float32):
-        if value != Float32(0.0):
-            if address != runs.places[at]:
-                self._add_sum(runs.sums[at] != Float32(0.0), runs.places[at], runs.sums[at])
-                runs.places[at] = address
-                runs.sums[at] = value
-            else:
-                runs.sums[at] = runs.sums[at] + value
+    def _add_sum(self, condition: Any, total: cute.Tensor, offset: Any, value: Any) -> None:
+        """Add a value in memory where `condition` holds."""
+        self.add_where(condition, total.iterator + offset, value)
 
-    def _add_sum(self, condition: Any, address: Any, value: Any) -> None:
-        """Add the sum of a run in memory. A sum of 0 has no place, so it must not be added."""
-        dtype = Int64 if self.config.sum_order else Float32
-        place = cute.make_ptr(
-            dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8
-        )
-        self.add_where(condition, place, value)
-
-    def end_runs(self, runs: Runs) -> None:
+    def end_runs(self, runs: Runs, totals: Any) -> None:
         """Add all runs in memory, at the end of a work tile; all lanes of a warp must call it."""
-        for at in range(sum(self.hooks.gradient_repeats)):
-            self._end_run(runs, at)
+        for i, repeats in enumerate(self.hooks.gradient_repeats):
+            if repeats:
+                self._end_run(totals[self.hooks.gradient_slots[i]], runs, self.run_of(i))
 
     @cute.jit
-    def _end_run(self, runs: Runs, at: cutlass.Constexpr):
-        address, value = runs.places[at], runs.sums[at]
-        first = cute.arch.shuffle_sync(address, 0)
+    def _end_run(self, total: cute.Tensor, runs: Runs, at: cutlass.Constexpr):
+        offset, value = runs.places[at], runs.sums[at]
+        first = cute.arch.shuffle_sync(offset, 0)
         # one addition for the warp, if its lanes have the same place
-        if cute.arch.vote_all_sync((address == first) | (value == Float32(0.0))):
+        if cute.arch.vote_all_sync((offset == first) | (value == Float32(0.0))):
             for step in (16, 8, 4, 2, 1):
                 value = value + cute.arch.shuffle_sync_bfly(value, step)
             lead = (cute.arch.lane_idx() == 0) & (value != Float32(0.0))
-            self._add_sum(lead, first, value)
+            self._add_sum(lead, total, first, value)
         else:
-            self._add_sum(value != Float32(0.0), address, value)
+            self._add_sum(value != Float32(0.0), total, offset, value)

@@ -121,7 +121,7 @@ class CapturedGrads(PlaceRuns):
                 for (q, _), index in zip(rows, indices, strict=True)
             ]
             if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, sums.runs, places, values)
+                self.add_to_run(i, total, sums.runs, places, values)
             else:
                 for place, value in zip(places, values, strict=True):
                     self.add_where(value != Float32(0.0), place, value)
@@ -157,4 +157,4 @@ class CapturedGrads(PlaceRuns):
                 place = self.place_of(i, site, total, None, tile.columns[0][0])
                 self.add_where(tile.inside, place, running[at])
             at += RUNNING[level]
-        self.end_runs(sums.runs)
+        self.end_runs(sums.runs, sums.totals)

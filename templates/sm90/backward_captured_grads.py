@@ -166,7 +166,7 @@ class CapturedGrads(PlaceRuns):
             kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
             place = self.place_of(i, site, total, q, kv)
             if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, sums.runs, [place], [value])
+                self.add_to_run(i, total, sums.runs, [place], [value])
             else:
                 self.add_where(value != Float32(0.0), place, value)
 
@@ -204,7 +204,7 @@ class CapturedGrads(PlaceRuns):
                 for (q, kv), index in zip(at_score, indices, strict=True)
             ]
             if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, sums.runs, places, values)
+                self.add_to_run(i, total, sums.runs, places, values)
             else:
                 for place, value in zip(places, values, strict=True):
                     self.add_where(value != Float32(0.0), place, value)
@@ -225,7 +225,7 @@ class CapturedGrads(PlaceRuns):
                     place = self.place_of(i, site, total, None, columns[c][0])
                     self.add_where((lane & 3) == 0, place, value)
             at += RUNNING[level]
-        self.end_runs(sums.runs)
+        self.end_runs(sums.runs, sums.totals)
 
 
 def _select(keep: Any, values: list[Any]) -> list[Any]:
