@@ -6,7 +6,7 @@ kernels use. Its methods are plain Python that runs while a kernel is traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
 from attnkit.graph.simplify import build
-from attnkit.graph.staging import Level, index_level, level_of
+from attnkit.graph.staging import Level, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
 
@@ -40,6 +40,7 @@ class GraphBackward(GraphForward):
             FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
+        large: numbers of captured tensors whose gradient has offsets of more than 31 bits.
         indices: which loads wrap negative indices, and which are clamped.
 
     Attributes:
@@ -48,6 +49,8 @@ class GraphBackward(GraphForward):
             `Level.HEAD`.
         gradient_slots: for each load with a gradient, the number of its tensor among the tensors
             that need a gradient.
+        gradient_repeats: for each load with a gradient, whether several scores of a row or of a
+            diagonal may read the same element, see `index_repeats`. False for `large` tensors.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
             `distance_term`. This requires that the derivative of the score_mod is 1.
@@ -63,6 +66,7 @@ class GraphBackward(GraphForward):
         lists_override_mask: bool = False,
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
+        large: Collection[int] = (),
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         loads: tuple[tuple[Node, Node], ...] = ()
@@ -94,7 +98,21 @@ class GraphBackward(GraphForward):
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
+        self.gradient_repeats: tuple[bool, ...] = tuple(
+            level in (Level.RELATIVE, Level.ELEMENT)
+            and index_repeats(load)
+            and int(str(load.attr)) not in large
+            for load, level in zip(self._loads, self.gradient_levels, strict=True)
+        )
         adjoints = [self._dscore, *self._cotangents] if self.gradient_levels else []
+        # the stages compute the indices, so that one of a row or of a column is computed once
+        staged = zip(self._loads, self.gradient_levels, self.gradient_repeats, strict=True)
+        self._staged_indices: tuple[int, ...] = tuple(
+            len(load.args) if repeats and level is Level.ELEMENT else 0
+            for load, level, repeats in staged
+        )
+        for load, count in zip(self._loads, self._staged_indices, strict=True):
+            adjoints += load.args[:count]
         # one set of stages, so that the score_mod and its derivative share sub-expressions
         scored = [*parts, self._slope] if self.has_derivative else parts
         self._score = Stages(scored, indices)
@@ -166,7 +184,7 @@ class GraphBackward(GraphForward):
 
     def dscore(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
-    ) -> tuple[list[Any], list[list[Any]]]:
+    ) -> tuple[list[Any], list[list[Any]], list[list[Any]]]:
         """Emit the gradients of the scores q . k * scale, and of the value of each learned load.
 
         A learned load reads a captured tensor that needs a gradient.
@@ -176,16 +194,29 @@ class GraphBackward(GraphForward):
             places: (row, column, score q . k, gradient of the modified score) of each element.
 
         Returns:
-            The gradient of each score; and for each learned load a list of one gradient per
-            element.
+            The gradient of each score; for each learned load a list of one gradient per element;
+            and for each learned load a list of one `known` of `gradient_index` per element, which
+            is empty if its index is not computed here.
         """
         scores, _ = self._tensors(site)
         elements = [_element(rows, columns, r, j, 3, s, g) for r, j, s, g in places]
         values = self._adjoint.elements(site, scores, head[4], elements, {})
-        return [v[0] for v in values], [list(v) for v in zip(*(v[1:] for v in values), strict=True)]
+        loads = len(self._loads)
+        grads = [[v[1 + i] for v in values] for i in range(loads)]
+        indices, at = [], 1 + loads
+        for count in self._staged_indices:
+            indices.append([tuple(v[at : at + count]) for v in values] if count else [])
+            at += count
+        return [v[0] for v in values], grads, indices
 
     def gradient_index(
-        self, i: int, site: Any, shape: Sequence[Any], q: Any, kv: Any
+        self,
+        i: int,
+        site: Any,
+        shape: Sequence[Any],
+        q: Any,
+        kv: Any,
+        known: Sequence[Any] | None = None,
     ) -> tuple[Any, ...]:
         """Emit the index, one Int32 per axis, at which learned load `i` reads its tensor.
 
@@ -196,13 +227,15 @@ class GraphBackward(GraphForward):
             site: see `templates.common.hooks`.
             shape: shape of the tensor. A negative index counts from the end of its axis.
             q, kv: positions; None if the index does not depend on them.
+            known: the values of the index, from `dscore`; None to compute them.
         """
-        scores, _ = self._tensors(site)
-        env = {"b": site.b, "h": site.h, "scale": site.scale}
-        env |= {} if q is None else {"q": q}
-        env |= {} if kv is None else {"kv": kv}
-        load = self._loads[i]
-        values = emit(load.args, env, scores, fast=True, indices=self.indices)
+        load, values = self._loads[i], known
+        if values is None:
+            scores, _ = self._tensors(site)
+            env = {"b": site.b, "h": site.h, "scale": site.scale}
+            env |= {} if q is None else {"q": q}
+            env |= {} if kv is None else {"kv": kv}
+            values = emit(load.args, env, scores, fast=True, indices=self.indices)
         zero = Int32(0)
         if not values:
             return (zero,)  # a number: a tensor of shape (1,)

@@ -8,6 +8,7 @@ into `score * factor + bias`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -74,6 +75,19 @@ def index_level(load: Node) -> Level:
     if not levels:
         return Level.HEAD
     return levels.pop() if len(levels) == 1 else Level.ELEMENT
+
+
+def index_repeats(load: Node) -> bool:
+    """Return whether several scores may read the same element: bucket(q - kv), or doc[q], doc[kv].
+
+    It is False only if the indices prove that scores of different levels' positions read different
+    elements: q - kv for a relative load, or two independent sums of q and kv for an element load.
+    """
+    found = [_coefficients(n) if n.type == I32 else None for n in load.args]
+    sums = [c for c in found if c is not None and c != (0, 0)]
+    if index_level(load) is Level.RELATIVE:
+        return not sums
+    return not any(a * d != b * c for (a, b), (c, d) in itertools.combinations(sums, 2))
 
 
 def is_relative(n: Node) -> bool:

@@ -381,6 +381,9 @@ def _build_call(
     )
     kinds = tensor_kinds(read_captured(arguments, captured, device))
     clamp = _clamped(program, bounds, captured, mask_tensors, query, key)
+    numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
+    sizes = enumerate(t.numel() * numbers for t in captured.scores)
+    large = tuple([i for i, size in sizes if size >= 2**31])
     like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
     return BackwardCall(
         settings=settings,
@@ -388,7 +391,7 @@ def _build_call(
         device=device,
         dtype=query.dtype,
         preprocess=preprocess_source(settings, inputs.grad_lse is not None),
-        main=main_source(program, bounds, settings, kinds, needs_grad, clamp),
+        main=main_source(program, bounds, settings, kinds, needs_grad, large, clamp),
         postprocess=postprocess,
         captured=arguments,
         needs_grad=needs_grad,

@@ -60,6 +60,7 @@ def main_source(
     settings: BackwardSettings,
     captured: tuple[TensorKind, ...],
     needs_grad: tuple[bool, ...],
+    large: tuple[int, ...],
     clamp: frozenset[Node],
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
@@ -70,6 +71,7 @@ def main_source(
         settings: compile-time settings of the kernels.
         captured: kinds of the captured tensors that the kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        large: numbers of the score's tensors whose gradient has offsets of more than 31 bits.
         clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
     """
 
@@ -84,6 +86,7 @@ def main_source(
             scores=len(needs_grad),
             lists_override_mask=program.lists_override_mask,
             needs_grad=needs_grad,
+            large=large,
             indices=LoadIndices(None, clamp),
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
@@ -98,7 +101,7 @@ def main_source(
         return Build(settings.template.main(settings, hooks), arguments, settings.template.options)
 
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
-    shape = (len(bounds) if bounds is not None else None, captured, needs_grad)
+    shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large)
     roots = [n for n in (program.score, program.mask) if n is not None]
     roots += [n for pair in bounds or () for n in pair]
     clamped = [clamp for _, clamp in LoadIndices(None, clamp).flags(ir.topo(*roots))]

@@ -28,27 +28,31 @@ class ExactSums:
     hooks: Any
     config: Any
 
-    def place_of(self, i: int, site: Any, total: Any, q: Any, kv: Any) -> tuple[Any, ...]:
-        """Return the index into `total` at which load `i` adds its gradient for (`q`, `kv`)."""
-        shape = total.shape[:-1] if self.config.sum_order else total.shape
-        return self.hooks.gradient_index(i, site, shape, q, kv)
+    def place_of(
+        self, i: int, site: Any, total: Any, q: Any, kv: Any, known: Any = None
+    ) -> cute.Pointer:
+        """Return the place in `total` to which load `i` adds its gradient for (`q`, `kv`)."""
+        exact = self.config.sum_order
+        shape = total.shape[:-1] if exact else total.shape
+        index = self.hooks.gradient_index(i, site, shape, q, kv, known)
+        return cute.domain_offset((*index, 0) if exact else index, total).iterator
 
-    def add_where(self, condition: Any, total: Any, place: Any, value: Any) -> None:
-        """Add `value` to `total[place]` where `condition` holds.
+    def add_where(self, condition: Any, place: cute.Pointer, value: Any) -> None:
+        """Add `value` at `place` where `condition` holds.
 
         The sum is exact if `config.sum_order` is set, and float32 otherwise.
         """
         if self.config.sum_order:
-            self.add_exactly(condition, cute.domain_offset((*place, 0), total).iterator, value)
+            self.add_exactly(condition, place, value)
         else:
-            self.add_at(condition, cute.domain_offset(place, total).iterator, value)
+            self.add_at(condition, place, value)
 
     def add_of_warp(self, i: int, site: Any, total: Any, value: Any) -> None:
         """Add the warp's sum of `value` to the gradient of load `i`, whose level is "head"."""
         for step in (16, 8, 4, 2, 1):
             value = value + cute.arch.shuffle_sync_bfly(value, step)
         place = self.place_of(i, site, total, None, None)
-        self.add_where(cute.arch.lane_idx() == 0, total, place, value)
+        self.add_where(cute.arch.lane_idx() == 0, place, value)
 
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):

@@ -172,6 +172,8 @@ class BackwardHooks(ForwardHooks, Protocol):
             level at which its index is known: "head", "row", "column", "relative" (q - kv) or
             "element".
         gradient_slots: for each learned load, the index of its gradient in the kernel's `totals`.
+        gradient_repeats: for each learned load at level "relative" or "element", whether several
+            diagonals or scores may read the same element of its tensor; False at other levels.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
@@ -181,6 +183,7 @@ class BackwardHooks(ForwardHooks, Protocol):
     has_distance_term: bool
     gradient_levels: tuple[str, ...]
     gradient_slots: tuple[int, ...]
+    gradient_repeats: tuple[bool, ...]
 
     def score_and_derivative(
         self,
@@ -215,7 +218,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         rows: Sequence[tuple[Value, Values]],
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value, Value]],
-    ) -> tuple[list[Value], list[list[Value]]]:
+    ) -> tuple[list[Value], list[list[Value]], list[list[Any]]]:
         """Compute the gradients of the raw scores and of the values that each learned load reads.
 
         Called only if `gradient_levels` is not empty.
@@ -224,16 +227,25 @@ class BackwardHooks(ForwardHooks, Protocol):
             places: (row, column, raw score q . k, gradient of the modified score) of each score.
 
         Returns:
-            The gradients of the raw scores times the softmax scale, and the gradients of the loads.
+            The gradients of the raw scores times the softmax scale; the gradients of the loads; and
+            for each load at level "element" whose index repeats, the index at each score, `known`
+            of `gradient_index` (an empty list for other loads).
         """
         ...
 
     def gradient_index(
-        self, i: int, site: Any, shape: Sequence[Value], q: Value | None, kv: Value | None
+        self,
+        i: int,
+        site: Any,
+        shape: Sequence[Value],
+        q: Value | None,
+        kv: Value | None,
+        known: Any = None,
     ) -> tuple[Value, ...]:
         """Return the index that learned load `i` reads in a tensor of shape `shape`.
 
         Args:
             q, kv: position of the score; None where the level of the load does not need it.
+            known: what `dscore` returned for the score; None to compute the index.
         """
         ...

@@ -2,8 +2,8 @@
 
 The gradient of a load is reduced before it is added in memory. The reduction depends on the level
 at which the load's index is known: in a register over a whole work tile for "head" and "column",
-over the columns of a warp for "row". Gradients of other loads are added element by element. All
-sums are float32; in deterministic mode the sums in memory are exact (`common.exact_sums`).
+over the columns of a warp for "row". Gradients of other loads are added element by element; where
+several elements read the same entry, a thread sums them first (`common.place_runs`). All sums are float32; in deterministic mode the sums in memory are exact (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from attnkit.templates.common.exact_sums import ExactSums
+from attnkit.templates.common.place_runs import PlaceRuns, Runs
 from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
 
 # number of sums that a thread keeps over a work tile, by the level of the load's index
@@ -27,14 +27,16 @@ class CapturedSums:
 
     Attributes:
         running: f32 [values of `RUNNING`] per thread, sums over a work tile.
+        runs: sums of values at the same place.
         totals: the gradients in global memory, see `Backward.__call__`.
     """
 
     running: cute.Tensor
+    runs: Runs
     totals: Any
 
 
-class CapturedGrads(ExactSums):
+class CapturedGrads(PlaceRuns):
     """Accumulates the gradients of captured tensors.
 
     Args:
@@ -50,7 +52,12 @@ class CapturedGrads(ExactSums):
         """Allocate registers for the running sums of a work tile."""
         count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
-        return CapturedSums(running, totals)
+        return CapturedSums(running, self.make_runs(), totals)
+
+    def reset(self, sums: CapturedSums) -> None:
+        """Set the sums of the previous work tile, which are in memory, to 0."""
+        sums.running.fill(0.0)
+        self.begin_runs(sums.runs)
 
     def compute_ds(
         self, tile: KvBlock, first: Int32, scratch: Scratch, lse: Any, dp: Any, at: int,
@@ -76,10 +83,10 @@ class CapturedGrads(ExactSums):
         exact = self.softmax.exponentials(tile, rows, places, lse)[0]
         ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
         grads = [(k, 0, s, ps[k] * dp[k]) for k, _, s in places]
-        ds, values = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
+        ds, values, known = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
         place = 0
         for i, level in enumerate(self.hooks.gradient_levels):
-            self._add(i, level, place, tile, rows, values[i], sums)
+            self._add(i, level, place, tile, rows, values[i], known[i], sums)
             place += RUNNING[level]
         return ds
 
@@ -89,9 +96,12 @@ class CapturedGrads(ExactSums):
 
     def _add(
         self, i: int, level: str, at: int, tile: KvBlock, rows: Any, values: Any,
-        sums: CapturedSums,
+        known: list[Any], sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of load `i` for some rows to its sums."""
+        """Add the gradients of load `i` for some rows to its sums.
+
+        `known` is the index at each score, from `hooks.dscore`; empty if it is not computed yet.
+        """
         site, total, running = tile.site, sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level in ("head", "column"):
             for value in values:
@@ -103,11 +113,18 @@ class CapturedGrads(ExactSums):
             for k in range(1, len(rows)):
                 q = cutlass.select_(lane // each == k, rows[k][0], q)
             place = self.place_of(i, site, total, q, None)
-            self.add_where(lane % each == 0, total, place, own)
+            self.add_where(lane % each == 0, place, own)
         else:
-            for (q, _), value in zip(rows, values, strict=True):
-                place = self.place_of(i, site, total, q, tile.columns[0][0])
-                self.add_where(value != Float32(0.0), total, place, value)
+            kv, indices = tile.columns[0][0], known or [None] * len(values)
+            places = [
+                self.place_of(i, site, total, q, kv, index)
+                for (q, _), index in zip(rows, indices, strict=True)
+            ]
+            if self.hooks.gradient_repeats[i]:
+                self.add_to_run(i, total, sums.runs, places, values)
+            else:
+                for place, value in zip(places, values, strict=True):
+                    self.add_where(value != Float32(0.0), place, value)
 
     def _summed(self, values: list[Any]) -> Any:
         """Return, in the k-th of equal groups of lanes, the sum of `values[k]` over the warp.
@@ -138,5 +155,6 @@ class CapturedGrads(ExactSums):
                 self.add_of_warp(i, site, total, running[at])
             elif level == "column":
                 place = self.place_of(i, site, total, None, tile.columns[0][0])
-                self.add_where(tile.inside, total, place, running[at])
+                self.add_where(tile.inside, place, running[at])
             at += RUNNING[level]
+        self.end_runs(sums.runs, sums.totals)

@@ -116,7 +116,7 @@ class ComputeWarpgroup:
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_rows * c.rows_kv)
             tile = self.softmax.begin(site, row)
-            sums.running.fill(0.0)
+            self.captured_grads.reset(sums)
             for i in cutlass.range(count, unroll=1):
                 r = q_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_full + r, q_phase(c, q_count))

@@ -401,7 +401,7 @@ class Backward:
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
             tile = self.softmax.begin(site, column0)
-            sums.running.fill(0.0)
+            self.captured_grads.reset(sums)
             note = self.finish_block(
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
             )

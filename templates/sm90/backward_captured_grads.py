@@ -3,8 +3,9 @@
 The gradient of a load is reduced in registers before it is added in memory. The reduction depends
 on the level at which the load's index is known: over a whole work tile for "head" and "column",
 over the columns of a warp for "row", along the diagonals of a warp (`Diagonals`) for "relative"
-(q - kv). Gradients of other loads are added element by element. All sums are float32, or exact in
-memory if sums have an order (`common.exact_sums`).
+(q - kv). Gradients of other loads are added element by element. Where several diagonals or elements
+read the same entry, a thread sums them first (`common.place_runs`). All sums are float32, or exact
+in memory if sums have an order (`common.exact_sums`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.exact_sums import ExactSums
+from attnkit.templates.common.place_runs import PlaceRuns, Runs
 from attnkit.templates.common.work_tile import APPLY_MASK
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
@@ -32,14 +33,16 @@ class CapturedSums:
 
     Attributes:
         running: f32 [values of `RUNNING`] per thread, sums over a work tile.
+        runs: sums of values at the same place.
         totals: the gradients in global memory, see `Backward.__call__`.
     """
 
     running: cute.Tensor
+    runs: Runs
     totals: Any
 
 
-class CapturedGrads(ExactSums):
+class CapturedGrads(PlaceRuns):
     """Accumulates the gradients of captured tensors.
 
     Args:
@@ -57,7 +60,12 @@ class CapturedGrads(ExactSums):
         """Allocate registers for the sums of a work tile."""
         count = sum(RUNNING[level] for level in self.hooks.gradient_levels)
         running = cute.make_rmem_tensor(max(count, 1), Float32)  # f32 [values]
-        return CapturedSums(running, totals)
+        return CapturedSums(running, self.make_runs(), totals)
+
+    def reset(self, sums: CapturedSums) -> None:
+        """Set the sums of the previous work tile, which are in memory, to 0."""
+        sums.running.fill(0.0)
+        self.begin_runs(sums.runs)
 
     @cute.jit
     def compute_p_ds(
@@ -119,7 +127,7 @@ class CapturedGrads(ExactSums):
                 keep = [w != Float32(0.0) for w in rough]
             ps = _select(keep, ps)
             grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
-            dscores, values = self.hooks.dscore(site, head, rows, columns, grads)
+            dscores, values, known = self.hooks.dscore(site, head, rows, columns, grads)
             if masked is None:
                 keep = None  # mask only P: more selections would need more registers
             dscores = _select(keep, dscores)
@@ -133,7 +141,7 @@ class CapturedGrads(ExactSums):
                 if level == "relative":
                     self._add_along(i, diagonals[i].take(kept), d0, site, sums)
                 else:
-                    self._add(i, level, at, site, rows, columns, kept, sums)
+                    self._add(i, level, at, site, rows, columns, kept, known[i], sums)
                 at += RUNNING[level]
         for i, one in enumerate(diagonals):
             if one is not None:
@@ -157,13 +165,19 @@ class CapturedGrads(ExactSums):
             q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
             kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
             place = self.place_of(i, site, total, q, kv)
-            self.add_where(value != Float32(0.0), total, place, value)
+            if self.hooks.gradient_repeats[i]:
+                self.add_to_run(i, total, sums.runs, [place], [value])
+            else:
+                self.add_where(value != Float32(0.0), place, value)
 
     def _add(
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
-        sums: CapturedSums,
+        known: list[Any], sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Add the gradients of load `i` at four scores, in registers or in memory."""
+        """Add the gradients of load `i` at four scores, in registers or in memory.
+
+        `known` is the index at each score, from `hooks.dscore`; empty if it is not computed yet.
+        """
         total, running = sums.totals[self.hooks.gradient_slots[i]], sums.running
         if level == "head":
             running[at] = running[at] + ((values[0] + values[1]) + (values[2] + values[3]))
@@ -181,12 +195,19 @@ class CapturedGrads(ExactSums):
             own = own + cute.arch.shuffle_sync_bfly(own, 4)
             q = cutlass.select_(upper, rows[1][0], rows[0][0])
             place = self.place_of(i, site, total, q, None)
-            self.add_where((lane & 12) == 0, total, place, own)
+            self.add_where((lane & 12) == 0, place, own)
         else:
-            for k, value in enumerate(values):
-                q, kv = rows[k % 2][0], columns[k // 2][0]
-                place = self.place_of(i, site, total, q, kv)
-                self.add_where(value != Float32(0.0), total, place, value)
+            at_score = [(rows[k % 2][0], columns[k // 2][0]) for k in range(len(values))]
+            indices = known or [None] * len(values)
+            places = [
+                self.place_of(i, site, total, q, kv, index)
+                for (q, kv), index in zip(at_score, indices, strict=True)
+            ]
+            if self.hooks.gradient_repeats[i]:
+                self.add_to_run(i, total, sums.runs, places, values)
+            else:
+                for place, value in zip(places, values, strict=True):
+                    self.add_where(value != Float32(0.0), place, value)
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
         """Add the register sums of a work tile to the gradients in memory."""
@@ -202,8 +223,9 @@ class CapturedGrads(ExactSums):
                 for c in range(2):
                     value = device.quad_sum(running[at + c])
                     place = self.place_of(i, site, total, None, columns[c][0])
-                    self.add_where((lane & 3) == 0, total, place, value)
+                    self.add_where((lane & 3) == 0, place, value)
             at += RUNNING[level]
+        self.end_runs(sums.runs, sums.totals)
 
 
 def _select(keep: Any, values: list[Any]) -> list[Any]:

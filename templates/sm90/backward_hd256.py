@@ -325,7 +325,7 @@ class BackwardHd256:
             origin = kv_block * c.block_kv
             site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
             tile = self.softmax.begin(site, column0)
-            learned.running.fill(0.0)
+            self.captured_grads.reset(learned)
             first_row = (b * p.heads + h) * blocks
             dk.fill(0.0)
             dv.fill(0.0)

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
-from attnkit.graph.ir import F32, Node, arg, const, load
+from attnkit.graph.ir import F32, I32, Node, arg, const, load
 from attnkit.graph.simplify import build, cast
-from attnkit.graph.staging import Level, index_level, is_relative, level_of, linear, stage
+from attnkit.graph.staging import (
+    Level,
+    index_level,
+    index_repeats,
+    is_relative,
+    level_of,
+    linear,
+    stage,
+)
 from attnkit.tracing.tracer import trace
 
 SLOPES = torch.linspace(0.1, 1.0, 4)
@@ -91,6 +99,43 @@ def test_level_of_an_index() -> None:
         ([q, distance], Level.ELEMENT),
     ):
         assert index_level(load(0, F32, index)) is level
+
+
+def test_which_indices_repeat() -> None:
+    h, q, kv = (arg(n) for n in ("h", "q", "kv"))
+    distance = build("sub", q, kv)
+    half = build("max", distance, const(2))
+    row, column = load(1, I32, [q]), load(1, I32, [kv])
+    for index, repeats in (
+        ([h, distance], False),
+        ([h, half], True),
+        ([load(1, I32, [distance])], True),
+        ([q, kv], False),
+        ([distance, q], False),
+        ([build("add", q, kv), distance], False),
+        ([build("add", q, kv)], True),
+        ([row, column], True),
+        ([q, column], True),
+        ([q, column, kv], False),
+    ):
+        assert index_repeats(load(0, F32, index)) is repeats
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), min_size=1, max_size=3))
+def test_an_index_that_does_not_repeat_is_injective(axes: list[tuple[int, int]]) -> None:
+    q, kv = arg("q"), arg("kv")
+
+    def total(a: int, b: int) -> Node:
+        parts = [q if a > 0 else build("neg", q)] * abs(a) + [
+            kv if b > 0 else build("neg", kv)
+        ] * abs(b)
+        return functools.reduce(lambda x, y: build("add", x, y), parts, const(0))
+
+    index = load(0, F32, [total(a, b) for a, b in axes])
+    if index_level(index) is not Level.ELEMENT or index_repeats(index):
+        return
+    places = {tuple(a * i + b * j for a, b in axes) for i in range(-4, 5) for j in range(-4, 5)}
+    assert len(places) == 81
 
 
 @st.composite
