@@ -85,7 +85,7 @@ class Check:
     def _outputs(self, dtype: torch.dtype) -> list[Tensor]:
         p, tables = self.p, self.p.tables
         if dtype == torch.float64:
-            tables = tuple(t.double() for t in tables)
+            tables = tuple(t.double() if t.is_floating_point() else t for t in tables)
         outputs = []
         for i in (0, -1):
             query, key, value = (t[i, i].to(dtype) for t in (p.query, p.key, p.value))
@@ -104,7 +104,12 @@ class Check:
         p, shape = self.p, self.p.shape
         group = shape.heads // shape.kv_heads
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        tables = tuple(t.detach().to(wide).requires_grad_(t.requires_grad) for t in p.tables)
+        tables = tuple(
+            t.detach()
+            .to(wide if t.is_floating_point() else t.dtype)
+            .requires_grad_(t.requires_grad)
+            for t in p.tables
+        )
         learned = [t for t in tables if t.requires_grad]
         totals = [
             torch.zeros_like(t[:, -n:], dtype=wide)

@@ -31,8 +31,8 @@ class Mode:
 
     Attributes:
         rest: seconds of idle time before the measurement.
-        settle: milliseconds of untimed launches before the timed ones. They also let the host run
-            ahead of the device.
+        settle: milliseconds of untimed launches before the timed ones. They let the host run ahead
+            of the device, and the clock settle at the function's own power.
         length: milliseconds of timed launches.
     """
 
@@ -41,7 +41,7 @@ class Mode:
     length: float
 
 
-MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 4, 35)}
+MODES = {"burst": Mode(0.12, 4, 10), "sustained": Mode(0, 40, 40)}
 
 
 @dataclass(frozen=True)

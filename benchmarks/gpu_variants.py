@@ -5,6 +5,7 @@ A case in gpu_cases.toml names a mask and a score of this module; `problem` draw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +67,7 @@ def document_cuts(length: int, count: int = 16) -> Tensor:
 
 def documents(length: int, device: torch.device) -> Mod:
     """Return a causal mask within 16 documents with random boundaries."""
-    ids = torch.searchsorted(document_cuts(length), torch.arange(length), right=True)
-    ids = ids.to(device, torch.int32)
+    ids = _document_ids(length).to(device)
     return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
 
 
@@ -102,8 +102,8 @@ class Score:
     """Build a score_mod from captured tensors, so that a reference can pass them in float64.
 
     Attributes:
-        tables: builds the captured tensors for a shape: float32 on the CPU, with the head as the
-            first axis.
+        tables: builds the captured tensors for a shape, on the CPU: float32 with the head as the
+            first axis, or int32.
         mod: builds the score_mod from captured tensors.
     """
 
@@ -132,6 +132,61 @@ def _head_scale(gain: Tensor) -> Mod:
     return lambda score, b, h, q, kv: score * gain[h]
 
 
+def _t5_bucket(distance: Tensor) -> Tensor:
+    """Return T5's bucket of a distance: 16 of one distance each, then 16 that grow to 128."""
+    near = distance.clamp(min=0)
+    far = 16 + (torch.log(near.clamp(min=1).float() / 16) / math.log(8) * 16).to(torch.int32)
+    return torch.where(near < 16, near, far.clamp(max=31))
+
+
+def _t5(table: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + table[h, _t5_bucket(q - kv)]
+
+
+def _block_bias(table: Tensor) -> Mod:
+    middle = table.shape[1] // 2
+    return lambda score, b, h, q, kv: score + table[h, q // 64 - kv // 64 + middle]
+
+
+def _pair_bias(table: Tensor, classes: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + table[h, classes[q], classes[kv]]
+
+
+def _pair_tables(
+    count: int, classes: Callable[[int], Tensor]
+) -> Callable[[Shape], tuple[Tensor, ...]]:
+    """Return a builder of a bias for pairs of `count` classes, and of the class by position."""
+    return lambda shape: (_random(shape.heads, count, count), classes(shape.length))
+
+
+def _document_ids(length: int) -> Tensor:
+    ids = torch.searchsorted(document_cuts(length), torch.arange(length), right=True)
+    return ids.to(torch.int32)
+
+
+def _types(length: int) -> Tensor:
+    random = torch.Generator().manual_seed(2)
+    return torch.randint(64, (length,), generator=random, dtype=torch.int32)
+
+
+def _kerple(height: Tensor, width: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: (
+        score - height[h].abs() * torch.log1p(width[h].abs() * (q - kv).abs())
+    )
+
+
+def _row_scale(table: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score * table[h, q]
+
+
+def _gate(sums: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + sums[h, q] - sums[h, kv]
+
+
+def _full_bias(table: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + table[h, q, kv]
+
+
 def _random(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(1))
 
@@ -141,6 +196,22 @@ SCORES: dict[str, Score] = {
     "softcap": Score(lambda shape: (), _softcap),
     "relative_bias": Score(lambda shape: (_random(shape.heads, 2 * shape.length),), _relative_bias),
     "head_scale": Score(lambda shape: (1 + 0.1 * _random(shape.heads),), _head_scale),
+    "t5": Score(lambda shape: (_random(shape.heads, 32),), _t5),
+    "block_bias": Score(
+        lambda shape: (_random(shape.heads, 2 * -(-shape.length // 64) + 1),), _block_bias
+    ),
+    "document_bias": Score(_pair_tables(16, _document_ids), _pair_bias),
+    "type_bias": Score(_pair_tables(64, _types), _pair_bias),
+    "kerple": Score(
+        lambda shape: (_random(shape.heads).abs(), _random(shape.heads).abs() / 16), _kerple
+    ),
+    "row_scale": Score(lambda shape: (1 + 0.1 * _random(shape.heads, shape.length),), _row_scale),
+    "gate": Score(
+        lambda shape: (_random(shape.heads, shape.length).abs().div(-64).cumsum(1),), _gate
+    ),
+    "full_bias": Score(
+        lambda shape: (_random(shape.heads, shape.length, shape.length),), _full_bias
+    ),
 }
 
 
@@ -213,7 +284,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     tables = tuple(t.to(device) for t in SCORES[score].tables(shape)) if score else ()
     if case.get("learned", False) and backward:
         for t in tables:
-            t.requires_grad_()
+            t.requires_grad_(t.is_floating_point())
     query, key, value, grad = inputs
     case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables,

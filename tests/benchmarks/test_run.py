@@ -109,9 +109,14 @@ class Clockwork:
 GPU_CASES = tomllib.loads((ROOT / "benchmarks" / "gpu_cases.toml").read_text())
 
 
-def small(gpu: Any, case: dict[str, Any], length: int = 1200) -> Any:
-    """Return a case's shape with small sizes, the given length, and GQA if the case has it."""
+def small(gpu: Any, case: dict[str, Any], length: int | None = None) -> Any:
+    """Return a case's shape with small sizes, and GQA if the case has it.
+
+    Without a length, it is one that the case's mask cuts.
+    """
     shape = gpu.shape_of(case, GPU_CASES)
+    long = case.get("mask", "") in ("window", "prefix") or "blocks" in case.get("mask", "")
+    length = length or (1200 if long else 300)
     group = 2 if shape.kv_heads != shape.heads else 1
     return replace(
         shape, batch=2, heads=2, kv_heads=2 // group, length=length, head_dim=16, value_dim=16
