@@ -106,20 +106,25 @@ def _writers(name: str, folder: Path, *, shared: bool) -> Iterator[Finding]:
         todo = f"{reason}, so it is ignored; `chown` and `chmod go-w` make it its owner's alone"
         yield Finding(not reason, name, f"{folder}: {who} may write", todo if reason else "")
         yield _entries(folder, owners)
-    for above in folder.absolute().parents:
-        if reason := _reason_above(str(above)):
-            state = f"{above}: {reason}, and could replace {folder}"
-            yield Finding(False, f"above the {name}", state, "move the cache")
+    # a link on the way has folders above it, and so has its target
+    above = [*folder.absolute().parents, *Path(os.path.realpath(folder)).parents]
+    for place in dict.fromkeys(map(str, above)):
+        if problem := _problem_above(place, folder):
+            yield Finding(False, f"above the {name}", f"{place}{problem}", "move the cache")
 
 
-def _reason_above(folder: str) -> str:
-    """Return why a folder above a cache is not trusted, or "" if it is trusted or inaccessible."""
+def _problem_above(place: str, folder: Path) -> str:
+    """Return why the folder `place` above a cache is not trusted, or "" if it is."""
     from attnkit.jit.trusted_files import reason_to_distrust_place
 
     try:
-        return reason_to_distrust_place(folder)
-    except OSError:
-        return ""
+        reason = reason_to_distrust_place(place)
+    except FileNotFoundError:
+        # whoever may create it can write to a folder above it, which gets a finding of its own
+        return " is a link to nothing" if os.path.islink(place) else ""
+    except OSError as error:
+        return f" cannot be looked at: {error.strerror}"
+    return f": {reason}, and could replace {folder}" if reason else ""
 
 
 def _entries(folder: Path, owners: tuple[int, ...]) -> Finding:

@@ -335,6 +335,10 @@ def _sources() -> str:
 def sources_digest(root: str) -> str:
     """Return a digest of the package's source files on which compiled kernels depend.
 
+    The digest is of the bytes, so an edit of a comment compiles all kernels again. Every process
+    that uses a kernel computes it: the bytes take 2 ms, parsing them to leave out comments and
+    docstrings would take 400 ms.
+
     Args:
         root: the package's folder.
 

@@ -11,12 +11,13 @@ For a kernel in which two tensors and a number change, the source is
         try: values = free.pop()
         except IndexError: values = fresh()
         words = values.words
-        words[0] = a0
-        words[7] = a1
-        words[15] = stream
-        if numbers != values.numbers or 0 in numbers: values.write(numbers)
-        launch(values.frame)
-        free.append(values)
+        try:
+            words[0] = a0
+            words[7] = a1
+            words[15] = stream
+            if numbers != values.numbers or 0 in numbers: values.write(numbers)
+            launch(values.frame)
+        finally: free.append(values)
 
 A loop over the addresses would take twice the time: 1.7 us instead of 0.85 us for five addresses, a
 number and the stream. A whole call of `flex_attention` takes about 11 us.
@@ -129,6 +130,7 @@ class _Values:
         Raises:
             ArgumentError: a number is out of the range of its type.
         """
+        self.numbers = None  # an error below leaves some numbers written and others not
         for (offset, kind), number in zip(self._formats, numbers, strict=True):
             try:
                 kind.pack_into(self.frame.values, offset, number)
@@ -154,13 +156,13 @@ def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.Cod
         if bits:
             lines.append(f"if {a} & {bits}: raise misplaced('a tensor', {a}, {bits + 1})")
     lines += ["try: values = free.pop()", "except IndexError: values = fresh()"]
-    lines.append("words = values.words")
-    lines += [f"words[{at}] = {a}" for a, (at, _) in zip(names, tensors, strict=True)]
+    lines += ["words = values.words", "try:"]
+    lines += [f"    words[{at}] = {a}" for a, (at, _) in zip(names, tensors, strict=True)]
     if stream is not None:
-        lines.append(f"words[{stream}] = stream")
+        lines.append(f"    words[{stream}] = stream")
     # 0.0 == -0.0, so the comparison misses a change of a zero's sign: zeros are always written
-    lines.append("if numbers != values.numbers or 0 in numbers: values.write(numbers)")
-    lines += ["launch(values.frame)", "free.append(values)"]
+    lines.append("    if numbers != values.numbers or 0 in numbers: values.write(numbers)")
+    lines += ["    launch(values.frame)", "finally: free.append(values)"]
     text = "\n    ".join(["def relaunch(stream, addresses, numbers=()):", *lines])
     return compile(text, "<relaunch>", "exec")
 

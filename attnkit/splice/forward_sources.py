@@ -69,7 +69,7 @@ def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str)
 
         return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
 
-    key = f"sm90 combine\n{dtype} {value_dim} {tile}"
+    key = f"combine for {arch}\n{dtype} {value_dim} {tile}"
     return Source(key, arch, build, f"combine {dtype} {value_dim}")
 
 

@@ -4,8 +4,13 @@ A fingerprint (`guards`) visits everything that a function reads. Once a functio
 later calls need only a cheaper check: each visited place (closure cell, global, default, part of a
 mask) still holds the same object, and that object is immutable (a number, a string, a library
 function). For functions and masks, the places inside them are checked; for tensors, the shape, the
-dtype and other properties. A guard holds functions, masks and tensors by weak references, so it
-keeps nothing large alive.
+dtype and other properties. A guard holds functions and masks by weak references, so it keeps
+nothing large alive.
+
+Of a tensor a guard knows the id and the place. Another tensor may get the id of a deleted one. That
+does no harm: the tensor is read from its place, and a trace depends on its properties alone. A weak
+reference would keep `torch.utils.swap_tensors` from converting a module whose parameter a mod
+captures.
 """
 
 from __future__ import annotations
@@ -32,10 +37,10 @@ _MISSING = object()  # stands for a global that does not exist
 _IMMUTABLE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 )
-_WEAK = (types.FunctionType, functools.partial, Mask, ScoreMod, Tensor)
+_WEAK = (types.FunctionType, functools.partial, Mask, ScoreMod)
 _DEPTH = 4  # largest depth of lists within lists, because a list may contain itself
 
-# Description of the value that a place must hold. (object, None): this object. (None, reference):
+# Description of the value that a place without tensors must hold. (object, None): this object. (None, reference):
 # the target of the weak reference. (type, entries): a list, tuple or dict with these entries.
 Expected: TypeAlias = tuple[Any, Any]
 
@@ -45,7 +50,7 @@ class CannotGuardError(Exception):
 
 
 def expect(x: Any, depth: int = 0) -> Expected:
-    """Return the `Expected` description of a place that holds `x` now.
+    """Return the `Expected` description of a place that holds `x` now, in which no tensor is.
 
     Raises:
         CannotGuardError: `x` is mutable, so its identity does not show changes.
@@ -77,6 +82,20 @@ def matches(x: Any, expected: Expected) -> bool:
     return x is not None and x is how()
 
 
+def _has_tensor(x: Any, depth: int = 0) -> bool:
+    """Return whether `x` is a tensor, or a list, tuple or dict with a tensor in it."""
+    if type(x) is dict:
+        x = _flat(x)
+    if type(x) in (list, tuple) and depth < _DEPTH:
+        return any(_has_tensor(item, depth + 1) for item in x)
+    return isinstance(x, Tensor)
+
+
+def _flat(x: dict[Any, Any]) -> list[Any]:
+    """Return the keys and values of a dict, in turn."""
+    return [item for pair in x.items() for item in pair]
+
+
 class IdentityGuard:
     """Checks that a function still reads the same objects as when it was traced.
 
@@ -86,11 +105,15 @@ class IdentityGuard:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, Any] = {"matches": matches, "MISSING": _MISSING, "tuple": tuple}
+        self._names: dict[str, Any] = {
+            **{"matches": matches, "MISSING": _MISSING, "flat": _flat},
+            **{"tuple": tuple, "list": list, "dict": dict, "len": len, "id": id},
+        }
         # Python expressions; each is true if a place, or a setting that traces read, has changed
         dtype = torch.get_default_dtype
         self._conditions = [f"{self._constant(dtype)}() is not {self._constant(dtype())}"]
         self._references: dict[int, str] = {}  # id of a weak reference -> variable of its object
+        self._tensor_names: dict[int, str] = {}  # id of a tensor -> its variable
         self._tensors: list[tuple[str, Any, Any, Any, Any, Any]] = []
         self._read: Callable[[], tuple[Tensor, ...] | None] | None = None
 
@@ -104,17 +127,17 @@ class IdentityGuard:
         changed = [f"{name}.__code__ is not {self._constant(f.__code__)}"]
         if f.__defaults__ is not None or f.__kwdefaults__ is not None or f.__dict__:
             extras = f"{self._constant(_extras)}({name})"
-            changed.append(self._differs(extras, expect(_extras(f))))
+            changed.append(self._differs(extras, _extras(f)))
         else:
             changed += [f"{name}.__defaults__ is not None", f"{name}.__kwdefaults__ is not None"]
             changed.append(f"{name}.__dict__")
         for i, cell in enumerate(f.__closure__ or ()):
             place = f"{name}.__closure__[{i}].cell_contents"
-            changed.append(self._differs(place, expect(cell.cell_contents)))
+            changed.append(self._differs(place, cell.cell_contents))
         scope = f.__globals__
         for global_name in names:
             place = f"{name}.__globals__.get({self._constant(global_name)}, MISSING)"
-            changed.append(self._differs(place, expect(scope.get(global_name, _MISSING))))
+            changed.append(self._differs(place, scope.get(global_name, _MISSING)))
         self._conditions += changed
 
     def add_mask(self, m: Mask) -> None:
@@ -127,7 +150,7 @@ class IdentityGuard:
         self._conditions += [
             f"{name}.op is not {self._constant(m.op)}",
             f"{name}.lengths is not {self._constant(m.lengths)}",
-            self._differs(f"{name}.function", expect(m.function)),
+            self._differs(f"{name}.function", m.function),
             f"{name}.parts.__class__ is not tuple",
             f"len({name}.parts) != {len(m.parts)}",
             *(f"{name}.parts[{i}] is not {self._object(p)}" for i, p in enumerate(m.parts)),
@@ -141,7 +164,7 @@ class IdentityGuard:
             CannotGuardError: the function is a mutable object.
         """
         name = self._object(mod)
-        self._conditions.append(self._differs(f"{name}.function", expect(mod.function)))
+        self._conditions.append(self._differs(f"{name}.function", mod.function))
         self._conditions += self._other_axes(name, mod.axes)
 
     def _other_axes(self, name: str, axes: tuple[Axes, ...]) -> list[str]:
@@ -150,6 +173,7 @@ class IdentityGuard:
             f"{name}.axes.__class__ is not tuple",
             f"len({name}.axes) != {len(axes)}",
             *(f"{name}.axes[{i}] is not {self._object(table)}" for i, table in enumerate(axes)),
+            *(self._differs(f"{self._object(table)}.table", table.table) for table in axes),
         ]
 
     def add_partial(self, p: functools.partial[Any]) -> None:
@@ -159,11 +183,11 @@ class IdentityGuard:
             CannotGuardError: one of them is mutable.
         """
         fields = f"{self._constant(_partial_fields)}({self._object(p)})"
-        self._conditions.append(self._differs(fields, expect(_partial_fields(p))))
+        self._conditions.append(self._differs(fields, _partial_fields(p)))
 
     def add_tensor(self, t: Tensor) -> None:
         """Guard the properties of a tensor on which a trace depends."""
-        name = self._object(t)
+        name = self._tensor_name(t)
         self._tensors.append((name, type(t), t.shape, t.dtype, t.device, t.requires_grad))
 
     def check(self) -> list[Tensor] | None:
@@ -232,14 +256,42 @@ class IdentityGuard:
             self._references[key] = self._constant(reference).replace("x", "o")
         return self._references[key]
 
-    def _differs(self, place: str, expected: Expected) -> str:
-        """Return a Python expression that is true if `place` does not hold the `expected` value."""
-        value, how = expected
+    def _tensor_name(self, t: Tensor) -> str:
+        """Return the variable (`t0`, `t1`, ...) that holds a tensor in the generated code."""
+        return self._tensor_names.setdefault(id(t), f"t{len(self._tensor_names)}")
+
+    def _differs(self, place: str, x: Any, depth: int = 0) -> str:
+        """Return a Python expression that is true if `place` does not hold `x` any more.
+
+        If it is false, the variables of the tensors in `x` have been assigned.
+
+        Raises:
+            CannotGuardError: see `expect`.
+        """
+        if isinstance(x, Tensor):
+            kind, number = self._constant(type(x)), self._constant(id(x))
+            name = self._tensor_name(x)
+            return f"({name} := {place}).__class__ is not {kind} or id({name}) != {number}"
+        if _has_tensor(x, depth):
+            return self._items_differ(place, x, depth)
+        expected = value, how = expect(x, depth)
         if how is None:
             return f"{place} is not {self._constant(value)}"
         if isinstance(how, list):
             return f"not matches({place}, {self._constant(expected)})"
-        return f"{place} is not {self._object(how())}"
+        return f"{place} is not {self._object(x)}"
+
+    def _items_differ(self, place: str, x: Any, depth: int) -> str:
+        """Return an expression as `_differs` does, for a list, tuple or dict with tensors."""
+        name = self._constant(None).replace("x", "c")
+        changed = [f"({name} := {place}).__class__ is not {type(x).__name__}"]
+        if type(x) is dict:
+            changed.append(f"len({name} := flat({name})) != {2 * len(x)}")
+            x = _flat(x)
+        else:
+            changed.append(f"len({name}) != {len(x)}")
+        changed += [self._differs(f"{name}[{i}]", y, depth + 1) for i, y in enumerate(x)]
+        return " or ".join(changed)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -406,6 +406,30 @@ def test_doctor_finds_what_others_can_write(
 
 
 @pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("above", r"--  above the cache folder +\S+/above cannot be looked at: .*: move the cache"),
+        ("nothing", r"--  above the cache folder +\S+/above is a link to nothing: move the cache"),
+        ("open/own", r"--  above the cache folder +\S+/open: everybody may write to it"),
+    ],
+)
+def test_doctor_looks_behind_links_above_the_cache(
+    private: Path,
+    target: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A folder above the cache that is a loop of links cannot be looked at, by root either."""
+    (private / "open" / "own").mkdir(parents=True)
+    (private / "open").chmod(0o777)
+    (private / "above").symlink_to(private / target)
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(private / "above" / "cache"))
+    assert main(["doctor", "--security"]) == 1
+    assert re.search(said, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
     ("target", "sizes"),
     [
         ("masks:natten((8,8),3)", "Sq=64 Skv=64"),

@@ -104,6 +104,35 @@ def test_a_launch_within_a_launch() -> None:
     assert entry.seen[2:] == [struct.pack("<i", n) for n in (12, 11, 10)]
 
 
+def test_a_refused_number_does_not_reach_a_later_launch() -> None:
+    """The second number is refused after the first was written to the buffer."""
+    signature, entry = Signature([NumberSpec("Int32"), NumberSpec("Int8")]), Entry()
+    again = repeat(signature, [1, 1], [0, 1], entry)
+    again(0, (), (1, 2))
+    with pytest.raises(ArgumentError, match="does not fit"):
+        again(0, (), (7, 300))
+    again(0, (), (1, 2))
+    assert entry.seen == [packed(signature, [1, 2], 0)] * 2
+
+
+def test_failed_launches_return_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that fail one after another need one argument buffer."""
+    made: list[Frame] = []
+
+    class Counted(Frame):
+        def __init__(self, signature: Signature) -> None:
+            super().__init__(signature)
+            made.append(self)
+
+    monkeypatch.setattr("attnkit.jit.relaunch.Frame", Counted)
+    failing = Entry(fails=True)
+    again = repeat(Signature([NumberSpec("Int8")]), [1], [0], failing)
+    for number in (1, 300, 1, 300):
+        with pytest.raises(ArgumentError if number == 300 else LaunchError):
+            again(0, (), (number,))
+    assert len(made) == 1
+
+
 def test_the_first_arguments_are_checked() -> None:
     signature = Signature([TensorSpec("float32", (4,), (1,), 4)])
     with pytest.raises(ShapeError):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import attnkit
-from attnkit import flex_attention
+from attnkit import flex_attention, mods
 from attnkit.errors import UnsupportedError
 
 
@@ -93,7 +93,6 @@ def test_a_module_converted_after_a_call(swapping: bool, to: str) -> None:
             out.sum().backward()
     module.bias.grad = None
     del out
-    attnkit.clear_caches()  # torch swaps no tensor that has a weak reference
     getattr(module, to)()
     for f in (mod, by_cell) if swapping else (mod,):
         for _ in range(3):
@@ -104,3 +103,37 @@ def test_a_module_converted_after_a_call(swapping: bool, to: str) -> None:
             out.sum().backward()
             assert module.bias.grad is not None
             assert module.bias.grad.dtype == module.bias.dtype
+
+
+BIASES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "closure": lambda p: lambda s, b, h, q, kv: s + p[h, kv],
+    "default": lambda p: lambda s, b, h, q, kv, bias=p: s + bias[h, kv],
+    "list": lambda p: (lambda held: lambda s, b, h, q, kv: s + held[0][h, kv])([p]),
+    "dict": lambda p: (lambda held: lambda s, b, h, q, kv: s + held["p"][0][h, kv])({"p": (p,)}),
+    "partial": lambda p: partial(lambda bias, s, b, h, q, kv: s + bias[h, kv], p),
+    "library": lambda p: mods.t5_bias(p, bidirectional=False),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_captured_parameter_can_be_swapped(name: str) -> None:
+    """Its identity stays, its data and dtype change. torch refuses it for weak references.
+
+    The second swap follows calls with the other dtype.
+    """
+    held = nn.Parameter(torch.randn(2, 8))
+    mod = BIASES[name](held)
+    tensors = inputs()
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.float16):
+        other = nn.Parameter(torch.randn(2, 8, dtype=dtype))
+        torch.utils.swap_tensors(held, other)
+        del other
+        for _ in range(3):
+            out = flex_attention(*tensors, mod, causal)
+            expected = flex_attention(*tensors, mod, causal, backend="eager")
+            torch.testing.assert_close(out, expected)
+            out.sum().backward()
+            assert held.grad is not None
+            assert held.grad.dtype == dtype
+            held.grad = None
+        del out, expected

@@ -86,3 +86,11 @@ def test_rows_beyond_the_end_are_not_written() -> None:
     run_emulated(combine("bfloat16"), (parts, lse, split, split_ptr, out, found))
     assert bool((out == 1).all())
     torch.testing.assert_close(found, torch.full_like(found, math.log(PARTS)))
+
+
+def test_each_architecture_has_a_key_of_its_own() -> None:
+    hopper, blackwell = (
+        combine_source("bfloat16", DIM, (ROWS, DIM), arch).key for arch in ("sm_90a", "sm_100a")
+    )
+    assert hopper != blackwell
+    assert "90" not in blackwell

@@ -194,6 +194,41 @@ def test_another_function_at_the_same_address() -> None:
         del mask
 
 
+def test_another_tensor_at_the_same_address() -> None:
+    table = torch.arange(8)
+    holder: list[Any] = [table, {"more": (table,)}]
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (table[q] >= kv) & (holder[0][q] >= kv) & (holder[1]["more"][0][q] >= kv)
+
+    for n in range(60):
+        check(mask)
+        assert guarded(mask)
+        holder.clear()
+        del table
+        table = torch.arange(8 + n % 3)
+        holder.append(table if n % 2 else torch.arange(8))
+        holder.append({"more": (table if n % 4 else torch.arange(9),)})
+
+
+def test_something_else_in_the_place_of_a_tensor() -> None:
+    holder: list[Any] = [torch.arange(8), torch.arange(8)]
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (holder[0][q] >= kv) & (holder[1][q] >= kv)
+
+    for edit in (
+        lambda: holder.reverse(),
+        lambda: holder.append(1),
+        lambda: holder.__setitem__(0, holder[1]),
+    ):
+        check(mask)
+        assert guarded(mask)
+        edit()
+        assert not guarded(mask)
+    check(mask)
+
+
 def test_a_watch_keeps_nothing_alive() -> None:
     table, other = torch.arange(8), torch.arange(8)
     holder = [table]

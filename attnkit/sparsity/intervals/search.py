@@ -67,12 +67,9 @@ class AscendingPieces:
         falls = torch.ones_like(values, dtype=torch.bool)
         torch.lt(values[..., 1:], values[..., :-1], out=falls[..., 1:])
         self._starts = falls.flatten().nonzero().squeeze(1)
-        self._least, greatest = _range(values)
-        self._step = greatest - self._least + 2
-        self._key: Tensor | None = None
-        if self._starts.numel() * self._step < _KEY_LIMIT:
-            piece = falls.flatten().cumsum(0) - 1
-            self._key = piece * self._step + (values.flatten() - self._least)  # sorted everywhere
+        self._numbers = _Numbers(values, self._starts.numel())
+        piece = falls.flatten().cumsum(0) - 1
+        self._key = piece * self._numbers.count + self._numbers.of(values.flatten())  # sorted
 
     def between(
         self, first: Tensor | None, stop: Tensor | None, low: Tensor, high: Tensor, limit: int
@@ -86,8 +83,6 @@ class AscendingPieces:
             low, high: int64 ends of the intervals, from 0 to points.
             limit: largest number of intervals per row.
         """
-        if self._key is None:
-            return None
         low, high = low + self._base, high + self._base
         piece = torch.searchsorted(self._starts, low, right=True) - 1
         last = torch.searchsorted(self._starts, high - 1, right=True) - 1
@@ -95,11 +90,11 @@ class AscendingPieces:
         most = int(count.amax())
         if most * low.shape[-1] > limit:
             return None
-        begin = 0 if first is None else (first - self._least).clamp(0, self._step - 1)
-        end = self._step - 1 if stop is None else (stop - self._least).clamp(0, self._step - 1)
+        begin = 0 if first is None else self._numbers.of(first)
+        end = self._numbers.count - 1 if stop is None else self._numbers.of(stop)
         parts = []
         for i in range(most):
-            at = torch.minimum(piece + i, last) * self._step
+            at = torch.minimum(piece + i, last) * self._numbers.count
             ends = (
                 torch.searchsorted(self._key, at + begin),
                 torch.searchsorted(self._key, at + end),
@@ -121,13 +116,10 @@ class ValueIndex:
         torch.ne(values[..., 1:], values[..., :-1], out=changes[..., 1:])
         self._starts = changes.flatten().nonzero().squeeze(1)
         self._stops = torch.cat((self._starts[1:], self._starts.new_full((1,), values.numel())))
-        self._least, self._greatest = _range(values)
-        self._step = self._greatest - self._least + 1
-        self._key: Tensor | None = None
-        if values.shape[0] * values.shape[1] * self._step < _KEY_LIMIT:
-            value = values.flatten()[self._starts] - self._least
-            key = self._starts // self._points * self._step + value
-            self._key, self._order = key.sort(stable=True)
+        self._numbers = _Numbers(values, values.shape[0] * values.shape[1])
+        number = self._numbers.of(values.flatten()[self._starts])
+        key = self._starts // self._points * self._numbers.count + number
+        self._key, self._order = key.sort(stable=True)
 
     def equal(self, target: Tensor, limit: int) -> Ends | None:
         """Return the intervals of positions whose value equals `target`.
@@ -136,13 +128,10 @@ class ValueIndex:
             target: int64 [b, h, rows, 1].
             limit: largest number of intervals per row.
         """
-        if self._key is None:
-            return None
         group = self._base // self._points
-        at = group * self._step + (target - self._least).clamp(0, self._step - 1)
+        at = group * self._numbers.count + self._numbers.of(target)
         first = torch.searchsorted(self._key, at)
         count = torch.searchsorted(self._key, at, right=True) - first
-        count = count.masked_fill((target < self._least) | (target > self._greatest), 0)
         most = int(count.amax())
         if most > limit:
             return None
@@ -225,6 +214,36 @@ def compact(low: Tensor, high: Tensor, points: int) -> Ends:
     most = int(count.amax())
     low, high = (x.masked_fill(unused, 0)[..., :most] for x in (merged_low, merged_high))
     return low, high
+
+
+class _Numbers:
+    """Maps integers to numbers from 0 to `count` - 1 that compare with those of `values` alike.
+
+    The numbers are distances from the least value. Where these times `groups` would leave int64,
+    they are positions among the sorted values, which takes longer.
+
+    Args:
+        values: int64, of any shape.
+        groups: number of groups that make keys `group * count + number`.
+    """
+
+    def __init__(self, values: Tensor, groups: int) -> None:
+        self._least, self._greatest = _range(values)
+        self.count = self._greatest - self._least + 3
+        self._distinct: Tensor | None = None
+        if max(groups * self.count, -self._least, self._greatest) >= _KEY_LIMIT:
+            self._distinct = values.unique()
+            self.count = 2 * self._distinct.numel() + 1
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the numbers of `x`: 0 below all values, and `count` - 1 above all of them."""
+        if self._distinct is None:
+            return x.clamp(self._least - 1, self._greatest + 1) - (self._least - 1)
+        x = x.contiguous()  # searchsorted warns of others
+        # 2 i + 1 for value i, and the even numbers for what lies between values
+        return torch.searchsorted(self._distinct, x) + torch.searchsorted(
+            self._distinct, x, right=True
+        )
 
 
 def _range(values: Tensor) -> tuple[int, int]:

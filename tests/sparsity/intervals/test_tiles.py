@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from attnkit import Mask, create_block_mask, create_mask, masks
 from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
-from attnkit.sparsity.intervals.search import ValueIndex, equal_in_order
+from attnkit.sparsity.intervals.search import (
+    AscendingPieces,
+    Ends,
+    ValueIndex,
+    equal_in_order,
+)
 from attnkit.sparsity.intervals.tiles import tiles_of
 from tests.sparsity.test_hierarchical import check, states_of
 
@@ -129,3 +134,45 @@ def test_two_searches_find_equal_values(ids: list[int], targets: list[int], orde
         strict=True,
     ):  # fmt: skip
         assert range(low, high) == range(first, stop)
+
+
+INT64 = st.one_of(
+    st.integers(-3, 9), st.integers(-(2**63), 2**63 - 1), st.sampled_from([-(2**63), 2**63 - 1])
+)
+
+
+def kept(ends: Ends | None, row: int, points: int) -> list[bool]:
+    """Return which positions a row's intervals contain."""
+    assert ends is not None
+    low, high = (x.expand(1, 1, x.shape[2], -1)[0, 0, row].tolist() for x in ends)
+    return [any(a <= i < b for a, b in zip(low, high, strict=True)) for i in range(points)]
+
+
+@given(st.lists(INT64, min_size=1, max_size=30),
+       st.lists(st.tuples(INT64, INT64), min_size=1, max_size=9), st.booleans(),
+       st.sampled_from([(False, False), (True, False), (False, True)]))  # fmt: skip
+def test_searches_take_values_that_are_far_apart(
+    numbers: list[int], targets: list[tuple[int, int]], ordered: bool, without: tuple[bool, bool]
+) -> None:
+    """Values and limits use all of int64, so that a key of distance and group would overflow."""
+    numbers = sorted(numbers) if ordered else numbers
+    points, values = len(numbers), torch.tensor([[numbers]])
+    # the numbers themselves are wanted too
+    targets += [(n, n + 1) for n in numbers if n < 2**63 - 1]
+    low, high = torch.tensor(targets)[None, None].split(1, -1)
+    ends = torch.tensor([[[[0]]]]), torch.tensor([[[[points]]]])
+    first, stop = (None if no else x for no, x in zip(without, (low, high), strict=True))
+    between = AscendingPieces(values).between(first, stop, *ends, points)
+    equal = ValueIndex(values).equal(low, points)
+    for row, (a, b) in enumerate(targets):
+        inside = [(without[0] or a <= n) and (without[1] or n < b) for n in numbers]
+        assert kept(between, row, points) == inside
+        assert kept(equal, row, points) == [n == a for n in numbers]
+
+
+def test_searches_keep_batch_entries_apart() -> None:
+    values = torch.tensor([[[-(2**62), 2**62, 5]], [[5, 5, -(2**62)]]])
+    target = torch.tensor([5, 6]).view(1, 1, 2, 1)
+    equal = ValueIndex(values).equal(target, 2)
+    assert equal is not None
+    assert torch.cat(equal, -1).tolist() == [[[[2, 3], [0, 0]]], [[[0, 2], [0, 0]]]]
