@@ -70,7 +70,7 @@ def test_every_template_is_edited_and_has_tests() -> None:
     for folder in FOLDERS:
         assert sum(e.path.startswith(folder) for e in edits) > 300
     for path in {e.path for e in edits}:
-        assert (ROOT / nearest_tests(path)[0]).exists(), path
+        assert all((ROOT / tests).exists() for tests in nearest_tests(path)), path
 
 
 @pytest.fixture
