@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).parents[2]
-# Exit statuses of pytest that mean that a test failed, or that the edited code cannot be imported.
-NOTICED = (1, 2)
+# Exit statuses of pytest if a file of tests cannot be imported, or a test that is named not found.
+COLLECTION_ERRORS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,11 @@ def copy_repository(folder: Path, root: Path = ROOT) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def run_tests(folder: Path, tests: tuple[str, ...], seconds: float) -> int | None:
-    """Run tests in a copy until one fails; return pytest's exit status, None on a timeout."""
+def run_tests(folder: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Run tests in a copy until one fails; return (status, output) of pytest.
+
+    The status is None if the tests do not end within `seconds`.
+    """
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {
         **os.environ,
@@ -78,25 +85,70 @@ def run_tests(folder: Path, tests: tuple[str, ...], seconds: float) -> int | Non
             command, cwd=folder, env=environment, capture_output=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return None
-    return done.returncode
+        return None, ""
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
-def noticed(edit: Edit, folder: Path, seconds: float = 900.0) -> bool:
-    """Apply an edit to a copy, run its tests, and revert it; return whether a test failed.
+def failed_test(output: str) -> str | None:
+    """Return the test that failed according to pytest's output; None if it names none."""
+    found = re.search(r"^FAILED (\S+?::.*?)(?: - .*)?$", output, re.MULTILINE)
+    return found[1] if found else None
 
-    A run that does not end within `seconds` counts as failed.
 
-    Raises:
-        ValueError: pytest did not run the tests, because it found none or rejected an argument.
+@dataclass(frozen=True)
+class Verdict:
+    """Hold the result of one edit.
+
+    Attributes:
+        outcome: whether a test failed with the edit. "invalid" means that the same test fails
+            without the edit too, so that the result says nothing.
+        seconds: how long the tests ran with the edit.
+        by: the test that failed, or how the run ended otherwise; empty if the edit survived.
     """
-    path = folder / edit.path
-    source = path.read_text()
-    path.write_text(edit.applied(source))
-    try:
-        status = run_tests(folder, edit.tests, seconds)
-    finally:
-        path.write_text(source)
-    if status not in (None, 0, *NOTICED):
-        raise ValueError(f"{edit.name}: pytest ended with status {status} for {edit.tests}")
-    return status != 0
+
+    outcome: Literal["killed", "survived", "invalid"]
+    seconds: float
+    by: str = ""
+
+
+class Trial:
+    """Applies edits to a copy of the repository, one at a time, and runs their tests.
+
+    Args:
+        folder: root of the copy.
+        seconds: limit of each run. A run that takes longer counts as a failure.
+    """
+
+    def __init__(self, folder: Path, seconds: float = 900.0) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self._passes: dict[tuple[str, ...], bool] = {}  # tests -> whether they pass without edits
+
+    def verdict(self, edit: Edit) -> Verdict:
+        """Apply an edit, run its tests and revert it; return the result."""
+        path = self.folder / edit.path
+        source = path.read_text()
+        begin = time.monotonic()
+        path.write_text(edit.applied(source))
+        try:
+            status, output = run_tests(self.folder, edit.tests, self.seconds)
+        finally:
+            path.write_text(source)
+        took = time.monotonic() - begin
+        if status == 0:
+            return Verdict("survived", took)
+        by, again = failed_test(output), edit.tests
+        if by is not None:
+            again = (by,)
+        elif status in COLLECTION_ERRORS:
+            by, again = "an error of collection", (*edit.tests, "--collect-only")
+        elif status is None:
+            by = f"no end within {self.seconds:.0f} s"
+        else:
+            by = f"exit status {status} of pytest"
+        return Verdict("killed" if self._passes_unedited(again) else "invalid", took, by)
+
+    def _passes_unedited(self, tests: tuple[str, ...]) -> bool:
+        if tests not in self._passes:
+            self._passes[tests] = run_tests(self.folder, tests, self.seconds)[0] == 0
+        return self._passes[tests]

@@ -14,26 +14,35 @@ from tests.mutants.edits import ROOT, Edit
 
 FOLDERS = ("templates/common", "templates/sm90", "templates/sm100")
 
-# path prefix -> the tests that run that code in the emulator; the longest prefix counts
+# path prefix -> the tests that run that code in the emulator; the longest prefix counts. Code that
+# kernels of both architectures call has tests of both, since flags of one may be all that use it.
+FORWARDS = ("test_sm90_forward.py", "test_sm100_forward.py")
+BACKWARDS = ("test_sm90_backward.py", "test_sm100_backward.py")
 NEAREST = {
-    "templates/common/combine.py": "test_combine.py",
-    "templates/common/exact_sums.py": "test_sm90_backward.py",
-    "templates/common/preprocess.py": "test_sm90_backward.py",
-    "templates/common/semaphore.py": "test_sm90_backward.py",
-    "templates/common/backward": "test_sm90_backward.py",
-    "templates/common/lse_in_mma.py": "test_sm90_backward_lse_in_mma.py",
-    "templates/common": "test_sm90_forward.py",
-    "templates/sm90/backward": "test_sm90_backward.py",
-    "templates/sm90/backward_alibi": "test_sm90_backward_alibi.py",
-    "templates/sm90/backward_first_writer": "test_sm90_backward_first_writer.py",
-    "templates/sm90/backward_hd256": "test_sm90_backward_hd256.py",
-    "templates/sm90/backward_lse_in_mma": "test_sm90_backward_lse_in_mma.py",
-    "templates/sm90": "test_sm90_forward.py",
-    "templates/sm100/backward": "test_sm100_backward.py",
-    "templates/sm100/backward_2cta": "test_sm100_backward_2cta.py",
-    "templates/sm100/backward_lse_in_mma": "test_sm100_backward_lse_in_mma.py",
-    "templates/sm100/exp2.py": "test_sm100_exp2.py",
-    "templates/sm100": "test_sm100_forward.py",
+    "templates/common/combine.py": ("test_combine.py",),
+    "templates/common/exact_sums.py": BACKWARDS,
+    "templates/common/fingerprint.py": ("test_fingerprint.py",),
+    "templates/common/polynomials.py": ("test_sm100_exp2.py",),
+    "templates/common/preprocess.py": BACKWARDS,
+    "templates/common/semaphore.py": BACKWARDS,
+    "templates/common/work_tile.py": BACKWARDS,
+    "templates/common/backward": BACKWARDS,
+    "templates/common/lse_in_mma.py": (
+        "test_sm90_backward_lse_in_mma.py",
+        "test_sm100_backward_lse_in_mma.py",
+    ),
+    "templates/common": FORWARDS,
+    "templates/sm90/backward": ("test_sm90_backward.py",),
+    "templates/sm90/backward_alibi": ("test_sm90_backward_alibi.py",),
+    "templates/sm90/backward_first_writer": ("test_sm90_backward_first_writer.py",),
+    "templates/sm90/backward_hd256": ("test_sm90_backward_hd256.py",),
+    "templates/sm90/backward_lse_in_mma": ("test_sm90_backward_lse_in_mma.py",),
+    "templates/sm90": ("test_sm90_forward.py",),
+    "templates/sm100/backward": ("test_sm100_backward.py",),
+    "templates/sm100/backward_2cta": ("test_sm100_backward_2cta.py",),
+    "templates/sm100/backward_lse_in_mma": ("test_sm100_backward_lse_in_mma.py",),
+    "templates/sm100/exp2.py": ("test_sm100_exp2.py",),
+    "templates/sm100": ("test_sm100_forward.py",),
 }
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -49,7 +58,7 @@ NAMES = {"fmax": "fmin", "fmin": "fmax", "max": "min", "min": "max"}
 def nearest_tests(path: str) -> tuple[str, ...]:
     """Return the tests that run the code in a template file, as arguments for pytest."""
     prefix = max((p for p in NEAREST if path.startswith(p)), key=len)
-    return (f"tests/templates/{NEAREST[prefix]}",)
+    return tuple(f"tests/templates/{name}" for name in NEAREST[prefix])
 
 
 def kernel_edits(root: Path = ROOT) -> Iterator[Edit]:

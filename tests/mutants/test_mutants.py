@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.core import outcome
-from tests.mutants.edits import ROOT, Edit, noticed, replacement
+from tests.mutants.edits import ROOT, Edit, Trial, Verdict, failed_test, replacement
 from tests.mutants.kernel_edits import FOLDERS, edits_of, kernel_edits, nearest_tests
+from tests.mutants.record import Record
 from tests.mutants.run import named_edits
 
 SOURCE = '''
@@ -27,7 +28,15 @@ def f(x: int, y: float = 4.0) -> "1 + 1":
     é: list[7] = [fmax(x + 1, y)]
     raise ValueError(f"{x + 8}")
 '''
-TEST = "import sys\nfrom product import double\ndef test():\n    assert double(3) == 6\n"
+PRODUCT = "def double(x):\n    return 2 * x\n"
+TEST = """
+import os
+from product import double
+def test():
+    assert double(3) == 6
+def test_that_always_fails():
+    assert not os
+"""
 
 
 def test_named_edits_apply_and_their_tests_exist() -> None:
@@ -61,27 +70,71 @@ def test_every_template_is_edited_and_has_tests() -> None:
     for folder in FOLDERS:
         assert sum(e.path.startswith(folder) for e in edits) > 300
     for path in {e.path for e in edits}:
-        assert (ROOT / nearest_tests(path)[0]).exists(), path
+        assert all((ROOT / tests).exists() for tests in nearest_tests(path)), path
 
 
-def test_verdicts(tmp_path: Path) -> None:
-    product, test = tmp_path / "product.py", tmp_path / "test_product.py"
-    product.write_text("def double(x):\n    return 2 * x\n")
-    test.write_text(TEST)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a repository with one file of code and one of tests."""
+    (tmp_path / "product.py").write_text(PRODUCT)
+    (tmp_path / "test_product.py").write_text(TEST)
+    return tmp_path
 
-    def edit(text: str, *tests: str) -> Edit:
-        source = product.read_text()
-        start = source.index("2 * x")
-        return Edit(text, "product.py", start, start + 5, text, tests or ("test_product.py",))
 
-    before = product.read_text()
-    assert noticed(edit("3 * x"), tmp_path)
-    assert noticed(edit("2 *"), tmp_path)  # no Python
-    assert not noticed(edit("x + x"), tmp_path)
-    assert noticed(edit("double(x) if sys else [0 for _ in iter(int, 1)]"), tmp_path)
-    with pytest.raises(ValueError, match="pytest ended with status 4"):
-        noticed(edit("x + x", "test_missing.py"), tmp_path)
-    assert product.read_text() == before
+def edit(text: str, tests: str = "test_product.py::test") -> Edit:
+    """Return an edit of `folder`."""
+    start = PRODUCT.index("2 * x")
+    return Edit(text, "product.py", start, start + 5, text, (tests,))
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "outcome", "by"),
+    [
+        ("3 * x", "test_product.py::test", "killed", "test_product.py::test"),
+        ("x + x", "test_product.py::test", "survived", ""),
+        ("2 *", "test_product.py::test", "killed", "an error of collection"),
+        ("__import__('os')._exit(7)", "test_product.py", "invalid", "exit status 7 of pytest"),
+        ("__import__('os')._exit(7)", "test_product.py::test", "killed", "exit status 7 of pytest"),
+        ("x + x", "test_product.py", "invalid", "test_product.py::test_that_always_fails"),
+        ("x + x", "test_missing.py", "invalid", "an error of collection"),
+    ],
+)
+def test_verdicts(folder: Path, text: str, tests: str, outcome: str, by: str) -> None:
+    """A verdict names what failed, and is "invalid" where the same fails without the edit."""
+    found = Trial(folder).verdict(edit(text, tests))
+    assert (found.outcome, found.by) == (outcome, by)
+    assert (folder / "product.py").read_text() == PRODUCT
+
+
+def test_an_edit_that_never_ends(folder: Path) -> None:
+    found = Trial(folder, seconds=10).verdict(edit("[0 for _ in iter(int, 1)]"))
+    assert (found.outcome, found.by) == ("killed", "no end within 10 s")
+
+
+def test_the_failed_test_is_read_from_the_output_of_pytest() -> None:
+    line = "FAILED tests/a/test_b.py::test_c[(0.0, -7.9)-x y] - AssertionError: 1 - 2"
+    assert (
+        failed_test(f"F  [100%]\n{line}\n1 failed") == "tests/a/test_b.py::test_c[(0.0, -7.9)-x y]"
+    )
+    assert failed_test("FAILED test_b.py::test_c\n") == "test_b.py::test_c"
+    assert failed_test("ERROR tests/a/test_b.py - ImportError") is None
+
+
+def test_a_record_is_read_again(folder: Path) -> None:
+    """A record returns the last verdict of an edit, until the edited file changes."""
+    path = folder / "record.jsonl"
+    killed, survived = Verdict("killed", 1.5, "test"), Verdict("survived", 2.0)
+    record = Record(path, folder)
+    record.add(edit("3 * x"), survived)
+    record.add(edit("3 * x"), killed)
+    record.add(edit("x + x"), survived)
+    for read in (record, Record(path, folder)):
+        assert read.get(edit("3 * x")) == killed
+        assert read.get(edit("x + x")) == survived
+        assert read.get(edit("3 * x", "other tests")) is None
+        assert read.get(edit("4 * x")) is None
+    (folder / "product.py").write_text(PRODUCT + "\n")
+    assert record.get(edit("3 * x")) is None
 
 
 def test_outcomes_of_mutmut(tmp_path: Path) -> None:

@@ -157,10 +157,15 @@ def test_nothing_is_done_where_the_call_is_another(
     assert not case.kernels[0].streams
 
 
-def test_an_address_that_is_not_aligned() -> None:
+@pytest.mark.parametrize("numbers", [1, 2, 3])  # 4, 8 and 12 bytes after a multiple of 16
+@pytest.mark.parametrize("moved", [0, 1])
+def test_an_address_that_is_not_aligned(moved: int, numbers: int) -> None:
     case = Case()
     again = case.learned()
-    assert again([torch.rand(N), torch.rand(N + 1)[1:]]) is None
+    inputs = [torch.rand(N), torch.rand(N)]
+    inputs[moved] = torch.rand(N + numbers)[numbers:]
+    assert inputs[moved].data_ptr() % 16 == 4 * numbers
+    assert again(inputs) is None
     assert not case.kernels[0].streams
 
 

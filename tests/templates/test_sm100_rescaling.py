@@ -129,6 +129,10 @@ def model(scores: Tensor, value: Tensor, growth: float, mended: bool = True) -> 
         (3.0, -60.0, 10.7),
         (90.0, 0.0, -90.0),
         (0.0, 7.0, 14.5),
+        # Blocks are read from the right. The maximum stays at the second, whose P of 128.52 rounds
+        # to 129, and moves at the third: the 0.48 must then shrink as the sum does.
+        (8.5, math.log2(128.52), 0.0),
+        (20.0, math.log2(128.52), 0.0),
     ],
     ids=str,
 )

@@ -364,6 +364,13 @@ def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("slope", [2.0, -2.0])
+def test_a_slope_whose_terms_exceed_the_range_of_exponentials(slope: float, dim: int) -> None:
+    """Results are right where a block's term, which a maximum includes, is beyond 2**128."""
+    check(draw(200, 300, dims=(dim, dim)), lambda s, b, h, q, kv: s + slope * (kv - q))
+
+
 def test_fully_masked_tiles() -> None:
     """Fully masked tiles give output 0, LSE -inf and maximum -inf, for any strides.
 
