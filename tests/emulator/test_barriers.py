@@ -285,11 +285,11 @@ $L_end:
     assert np.bincount(owner).tolist() == [4, 4, 4]
 
 
-def tokens(body: str, mode: str = "eager") -> list[int]:
-    """Return the state token that each lane has in %d9 after `body`, reduced to its parity."""
+def waited(body: str, mode: str = "eager") -> list[int]:
+    """Return, for each lane, whether the predicate %p9 holds after `body`."""
     out = np.zeros(32, np.uint32)
     store = """
-    cvt.u32.u64 %r90, %d9; and.b32 %r90, %r90, 1; mov.u32 %r91, %tid.x;
+    selp.u32 %r90, 1, 0, %p9; mov.u32 %r91, %tid.x;
     ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r91, 4; add.s64 %d3, %d1, %d2;
     st.global.b32 [%d3], %r90;
     """
@@ -304,20 +304,21 @@ def test_arrive_drop_drops_the_count_of_its_arrivals() -> None:
         init_barriers((0, 8))
         + """
     mov.u32 %r1, %tid.x; setp.ne.s32 %p1, %r1, 0; @%p1 bra $L_end;
-    mov.b32 %r2, 3; mov.b32 %r3, 5;
+    mov.b32 %r2, 3; mov.b32 %r3, 5; mov.b32 %r4, 4;
     mbarrier.arrive_drop.shared.b64 %d9, [dynamic], %r2;
     mbarrier.arrive.shared.b64 %d9, [dynamic], %r3;
-    mbarrier.arrive.shared.b64 %d9, [dynamic], PHASE;
-    mbarrier.arrive.shared.b64 %d9, [dynamic];
+    mbarrier.arrive.shared.b64 %d9, [dynamic], COUNT;
+    mbarrier.test_wait.parity.shared.b64 %p9, [dynamic], 1;
 $L_end:
     """
     )
-    assert tokens(body.replace("PHASE", "%r3"))[0] == 0
-    assert tokens(body.replace("PHASE", "%r2"))[0] == 1
+    assert waited(body.replace("COUNT", "%r3"))[0] == 1
+    assert waited(body.replace("COUNT", "%r4"))[0] == 0
 
 
 @section("mbarrier.arrive")
 def test_a_token_is_that_of_the_mbarrier_of_its_lane() -> None:
+    """One mbarrier is a phase ahead; a wait with the other's token would not end."""
     body = (
         init_barriers((0, 16), (8, 16))
         + """
@@ -326,9 +327,11 @@ def test_a_token_is_that_of_the_mbarrier_of_its_lane() -> None:
     setp.ne.s32 %p1, %r2, 0;
     @%p1 mbarrier.arrive.shared.b64 %d9, [%r3];
     mbarrier.arrive.shared.b64 %d9, [%r3];
+    bar.warp.sync -1;
+    mbarrier.test_wait.shared.b64 %p9, [%r3], %d9;
     """
     )
-    assert tokens(body) == [0] * 16 + [1] * 16
+    assert waited(body) == [1] * 32
 
 
 @section("mbarrier.init")
