@@ -149,7 +149,9 @@ def pairs() -> Iterator[str]:
 def main() -> int:
     """Print the table to stdout and the clocks per block to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", action="store_true", help="pairs of CTAs against one CTA")
+    parser.add_argument(
+        "--pairs", action="store_true", help="compare pairs of CTAs with single CTAs"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     for line in pairs() if options.pairs else lines():

@@ -200,7 +200,7 @@ def show(row: dict[str, Any]) -> None:
         f"{row['case']:28} {row['length']:7} {row['first_ms']:8.1f} {row['median_ms']:8.1f} "
         f"{row['least_ms']:8.1f} {row['least_cpu_ms']:8.1f} ms {row['peak_mb']:4.0f} MB "
         f"{row['stored_mb']:7.3f} MB   {kept} ({kept / (kept + row['empty']):.1%}), "
-        f"{row['evaluated_whole']} evaluated whole{'  OVER ITS LIMIT' if is_over(row) else ''}",
+        f"{row['evaluated_whole']} evaluated fully{'  OVER ITS LIMIT' if is_over(row) else ''}",
         flush=True,
     )
 
@@ -209,11 +209,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the rows to FILE")
     add_commit(parser)
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs after the first")
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="number of timed runs after the first"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--library", action="store_true", help="every mask of the library")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--device", default="cpu", help="device, cpu (default) or cuda")
+    parser.add_argument("--library", action="store_true", help="time every mask of the library")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "LENGTH"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -179,5 +179,5 @@ def row_file(path: Path | None, given: str | None = None) -> RowFile:
 def add_commit(parser: argparse.ArgumentParser) -> None:
     """Add the option `--commit` to the parser of a program that writes rows."""
     parser.add_argument(
-        "--commit", metavar="COMMIT:DIGEST", help=f"where the checkout has no git; {HOW}"
+        "--commit", metavar="COMMIT:DIGEST", help=f"commit of a checkout without git; {HOW}"
     )

@@ -104,8 +104,8 @@ def main() -> None:
     """Print the table of errors, and write one row for each draw of query, key and value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mod", default="scalable_softmax")
-    parser.add_argument("--draws", type=int, default=6, help="of query, key and value")
-    parser.add_argument("--gradients", type=int, default=8, help="of the output, for each")
+    parser.add_argument("--draws", type=int, default=6, help="draws of query, key and value")
+    parser.add_argument("--gradients", type=int, default=8, help="output gradients per draw")
     parser.add_argument("--save", type=Path)
     add_commit(parser)
     options = parser.parse_args()

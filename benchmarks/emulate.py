@@ -181,21 +181,27 @@ def line(row: Row) -> str:
 def main() -> int:
     """Run the jobs and print their rows; return 1 if a result or a kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", action="append", help="sm_90a, sm_100a (default); repeatable")
+    parser.add_argument(
+        "--arch", action="append", help="sm_90a or sm_100a (default); may be repeated"
+    )
     parser.add_argument("--length", type=int, default=600)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=emulation.MODES, default="check")
-    parser.add_argument("--seeds", type=int, default=3, help="late orders of a check")
-    parser.add_argument("--draws", type=int, default=8, help="of query, key, value and gradient")
+    parser.add_argument("--seeds", type=int, default=3, help="number of random orders per check")
+    parser.add_argument("--draws", type=int, default=8, help="number of random inputs per variant")
     parser.add_argument(
-        "--ctas", type=int, help="persistent CTAs, the fewer the more laps of rings"
+        "--ctas",
+        type=int,
+        help="number of persistent CTAs; with fewer, each CTA reuses its buffers more often",
     )
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
-    parser.add_argument("--only", default="", help="variants whose name begins so")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--only", default="", help="run only variants whose name starts with this")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file, replacing it")
-    parser.add_argument("--resume", action="store_true", help="go on with the rows of that file")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip variants that the file of --save already has"
+    )
     add_commit(parser)
     options = parser.parse_args()
     file = row_file(options.save, options.commit)

@@ -103,7 +103,7 @@ def rows(only: str, overrides: dict[str, float]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--backward", nargs="*", default=[], metavar="CASE=CYCLES")
     parser.add_argument("--save", type=Path, help="append the rows to this file")
     add_commit(parser)

@@ -194,7 +194,11 @@ def dense(q: Any, k: Any, v: Any, grad: Any, case: Case, dtype: Any) -> list[Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES)
+        "cases",
+        nargs="*",
+        default=list(CASES),
+        metavar="CASE",
+        help=f"cases to run, from: {', '.join(CASES)}",
     )
     parser.add_argument(
         "--mode", default="check", choices=("check", "eager", "adversarial", "race")

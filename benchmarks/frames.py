@@ -175,18 +175,28 @@ def line(row: Row) -> str:
 def main() -> int:
     """Compile the kernels and print the problems; return 1 if a kernel has a stack frame."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
-    parser.add_argument("--head-dim", type=head_dims, action="append", help="128, or 192,128")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="run only variants whose name starts with this"
+    )
+    parser.add_argument(
+        "--head-dim",
+        type=head_dims,
+        action="append",
+        help="one or two head dims, such as 128 or 192,128",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--arch", default="sm_100a")
     parser.add_argument("--ctas", choices=CTAS, default="one")
     parser.add_argument(
-        "--block", type=tile, action="append", help="128x64; default: the forward's best tiles"
+        "--block",
+        type=tile,
+        action="append",
+        help="tile size, such as 128x64 (default: the forward's best tiles)",
     )
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--save", type=Path, help="append one row a group to this file")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
+    parser.add_argument("--save", type=Path, help="append one row per group to this file")
     add_commit(parser)
     options = parser.parse_args()
     file = row_file(options.save, options.commit)

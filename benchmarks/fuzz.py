@@ -186,14 +186,14 @@ def failure_text(report: Report, target: str, seed: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the options, run the search, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=2.0, help="how long; default 2")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round; default 0")
+    parser.add_argument("--minutes", type=float, default=2.0, help="minutes to search (default 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round (default 0)")
     parser.add_argument(
         "--emulated",
         type=float,
         default=0.25,
         metavar="SHARE",
-        help="share of the time for the emulated GPU kernels, from 0 to 1; default 0.25",
+        help="share of the time for the emulated GPU kernels, from 0 to 1 (default 0.25)",
     )
     parser.add_argument("--only", choices=TARGETS, help="run one round, on this target")
     options = parser.parse_args(arguments)

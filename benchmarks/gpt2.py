@@ -305,17 +305,22 @@ def line(row: Row) -> str:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"{value}")
-    parser.add_argument("--contenders", default=DEFAULT, help=f"of {', '.join(CONTENDERS)}")
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument(
+        "--contenders", default=DEFAULT, help=f"comma-separated names from: {', '.join(CONTENDERS)}"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--rounds", type=ROUNDS, default=7, help="steps timed of each, per attempt; 7"
+        "--rounds",
+        type=ROUNDS,
+        default=7,
+        help="timed steps of each contender per attempt (default 7)",
     )
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     add_commit(parser)
     parser.add_argument(
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
-        help="append the rows to FILE, results/gpt2.jsonl if none is named",
+        help="append the rows to FILE (default results/gpt2.jsonl)",
     )  # fmt: skip
     return parser
 

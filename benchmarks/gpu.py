@@ -145,46 +145,64 @@ def chosen(config: Row, case: str, options: argparse.Namespace) -> dict[str, Swe
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name has it")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="run only cases whose name contains PATTERN"
+    )
     parser.add_argument(
         "--contenders", default="", metavar="NAMES",
-        help=f"only these, joined by commas, of: {', '.join(CONTENDERS)}",
+        help=f"run only these, separated by commas, from: {', '.join(CONTENDERS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--ablations", action="store_true", help="attnkit with other options as well"
+        "--ablations", action="store_true", help="also time attnkit with other options"
     )
     parser.add_argument("--backward", action="store_true", help="time the backward instead")
-    parser.add_argument("--mode", choices=MODES, default="burst", help="rest or none; burst")
     parser.add_argument(
-        "--rounds", type=ROUNDS, default=7, help="measurements of each per attempt; 7"
+        "--mode",
+        choices=MODES,
+        default="burst",
+        help="burst (default): the GPU rests before each measurement; sustained: it does not",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=ROUNDS,
+        default=7,
+        help="measurements of each contender per attempt (default 7)",
     )
     parser.add_argument(
         "--case-seconds", type=float, default=8, metavar="S",
-        help="end an attempt at a case after so long, but not before 3 rounds; 8",
+        help="end an attempt after S seconds, but not before 3 rounds (default 8)",
     )  # fmt: skip
     parser.add_argument(
         "--sweep-seconds", type=float, default=60, metavar="S",
-        help="try no further setting of a contender in a case after so long; 60",
+        help="try no more settings of a contender in a case after S seconds (default 60)",
     )  # fmt: skip
     parser.add_argument(
-        "--attempts", type=ATTEMPTS, default=5, metavar="N", help="attempts at a noisy case; 5"
+        "--attempts",
+        type=ATTEMPTS,
+        default=5,
+        metavar="N",
+        help="attempts at a noisy case (default 5)",
     )
     parser.add_argument(
         "--seconds", type=float, default=450, metavar="S",
-        help="begin no case after so long; 450",
+        help="start no case after S seconds (default 450)",
     )  # fmt: skip
     parser.add_argument(
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",
-        help="append the rows to FILE, results/gpu.jsonl if none is named",
+        help="append the rows to FILE (default results/gpu.jsonl)",
     )  # fmt: skip
     add_commit(parser)
     parser.add_argument(
         "--missing", action="store_true",
-        help="only cases that FILE of --save lacks for this commit, to go on after --seconds",
+        help="run only cases that FILE of --save does not have for this commit",
     )  # fmt: skip
     parser.add_argument("--cases", type=Path, default=HERE / "gpu_cases.toml", metavar="FILE")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
-    parser.add_argument("--host", action="store_true", help="host time of a call and first calls")
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="measure the host time of calls and the time of first calls",
+    )
     return parser
 
 
@@ -246,7 +264,7 @@ def run(
             print(f"noisy: a median is uncertain by more than {UNCERTAIN:.0%}; not saved")
         print(f"({time.perf_counter() - start:.0f} s)", flush=True)
     if late:
-        print(f"\nnot begun within {options.seconds:.0f} s: {', '.join(late)}")
+        print(f"\nnot started within {options.seconds:.0f} s: {', '.join(late)}")
     if noisy:
         print(f"\ntoo noisy to save: {', '.join(noisy)}")
     return 1 if wrong else NOISY if noisy else 0

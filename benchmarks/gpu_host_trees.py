@@ -39,7 +39,7 @@ def main() -> int:
         "--before-commit",
         required=True,
         metavar="COMMIT:DIGEST",
-        help="what `machine.py --stamp` prints there",
+        help="output of `machine.py --stamp` in the other checkout",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", type=Path, help="append the rows to this file")

@@ -138,15 +138,15 @@ def label(x: float, y: float, content: str, anchor: str, size: int = 11) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
-    parser.add_argument("--direction", choices=DIRECTIONS, help="both")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="one direction (default: both)")
     parser.add_argument("--mode", choices=("burst", "sustained"), default="sustained")
     parser.add_argument(
         "--chart",
         type=Path,
         metavar="FILE.svg",
-        help="also draw the bars, of the forward if of both",
+        help="also draw a bar chart, of the forward if both directions are shown",
     )
-    parser.add_argument("--skips", action="store_true", help="also say why cells are empty")
+    parser.add_argument("--skips", action="store_true", help="also print why cells are empty")
     options = parser.parse_args(argv)
     text = options.rows.read_text() if options.rows.exists() else ""
     rows = [json.loads(line) for line in text.splitlines()]

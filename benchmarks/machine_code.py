@@ -137,13 +137,22 @@ def identity(row: Row) -> str:
 def main() -> int:
     """Compile the kernels, then save or compare them; return 1 if one differs or is new."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="*", default=[""], help="variants whose name begins so")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="compile only variants whose name starts with this"
+    )
     parser.add_argument("--arch", action="append", choices=ARCHS, help="default: both")
-    parser.add_argument("--head-dim", type=head_dims, action="append", help="128, or 192,128")
+    parser.add_argument(
+        "--head-dim",
+        type=head_dims,
+        action="append",
+        help="one or two head dims, such as 128 or 192,128",
+    )
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="default: both")
-    parser.add_argument("--deterministic", action="store_true", help="fixed order as well")
-    parser.add_argument("--sample", type=int, default=1, help="every N-th job alone")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="also compile with a fixed order of sums"
+    )
+    parser.add_argument("--sample", type=int, default=1, help="compile only every N-th job")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
     parser.add_argument("--save", type=Path, help="write the rows to this file")
     parser.add_argument("--against", type=Path, help="compare with the rows of this file")
     parser.add_argument("--record", type=Path, help="append a row with the outcome to this file")

@@ -246,13 +246,19 @@ def where(device: torch.device) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--length", type=int, action="append", help="a length (repeatable)")
-    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
-    parser.add_argument("--seconds", type=float, default=1, help="least time of a measurement")
-    parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument(
+        "--length", type=int, action="append", help="sequence length; may be repeated"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of torch threads (default 2)"
+    )
+    parser.add_argument("--seconds", type=float, default=1, help="shortest measurement in seconds")
+    parser.add_argument("--attempts", type=int, default=3, help="attempts at a noisy measurement")
     parser.add_argument("--save", action="store_true", help=f"append the rows to {ROWS.name}")
-    parser.add_argument("--table", action="store_true", help="the saved rows as Markdown, no more")
+    parser.add_argument(
+        "--table", action="store_true", help="only print the saved rows as Markdown"
+    )
     add_commit(parser)
     args = parser.parse_args()
     if args.table:

@@ -136,15 +136,19 @@ def line(row: Row, least: float | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--peer", action="append", help="only against this peer (repeatable)")
-    parser.add_argument("--length", type=int, help="another sequence length")
-    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
-    parser.add_argument("--seconds", type=float, default=4, help="least time of a measurement")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument(
+        "--peer", action="append", help="compare only with this peer; may be repeated"
+    )
+    parser.add_argument("--length", type=int, help="sequence length instead of the cases' own")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of torch threads (default 2)"
+    )
+    parser.add_argument("--seconds", type=float, default=4, help="shortest measurement in seconds")
     parser.add_argument(
         "--save", action="store_true", help="append rows that are not noisy to results/"
     )
-    parser.add_argument("--attempts", type=int, default=3, help="at a measurement that is noisy")
+    parser.add_argument("--attempts", type=int, default=3, help="attempts at a noisy measurement")
     add_commit(parser)
     args = parser.parse_args()
     file = row_file(ROWS if args.save else None, args.commit)

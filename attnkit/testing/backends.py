@@ -174,7 +174,7 @@ def backend_rows(
             while _in_doubt(compared) and samples.add():
                 compared = compare(results, gold, samples.results, case, label)
             rows += compared
-            tested = tested or tested_gradients(gold, compared)
+            tested = tested or tested_gradients(gold, results, samples.results, case)
             rows.append(_masked_row(results, gold, kept, case, label))
     lost = nan_scores(call) if gold["lse"].isnan().any() else ""
     return Compared(rows, tested, lost)

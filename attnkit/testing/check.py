@@ -54,8 +54,9 @@ def check_variant(
     supports, with several tile sizes. It compares the output, the LSE, the row maxima, fully masked
     rows and columns, and the gradients of query, key, value and captured tensors, both through the
     output and through the LSE. It also compares the traced graph with the user's function called
-    with torch tensors, and the tiles with the dense mask. An error may be at most twice that of
-    dense attention in the same dtype (`attnkit.testing.tolerance`).
+    with torch tensors, and the tiles with the dense mask. In each row an error may be at most
+    twice that of dense attention in the same dtype, plus a few roundings
+    (`attnkit.testing.tolerance`).
 
     Args:
         score_mod: a score_mod, or a whole `Variant`, in which case `mask` must be None.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnkit.testing import plain
 from attnkit.testing.case import Case
 from attnkit.testing.quantities import DenseCall, Quantities
-from attnkit.testing.report import Row
+from attnkit.testing.tolerance import compare
 
 STEPS = 50  # bisection steps, after which the ends of the interval of scores are 1e-13 apart
 JUMP = 1e-4  # results for scores 1e-13 apart that differ by more than this are a jump
@@ -33,20 +33,22 @@ def nan_scores(call: DenseCall) -> str:
     return str(lost.nonzero()[0].tolist()) if lost.any() else ""
 
 
-def tested_gradients(gold: Quantities, rows: Iterable[Row]) -> dict[str, bool]:
+def tested_gradients(
+    gold: Quantities, results: Quantities, rough: Sequence[Quantities], case: Case
+) -> dict[str, bool]:
     """Return, for the name of each gradient, whether an all-zero result would have failed.
 
     Args:
         gold: results of the oracle, by name.
-        rows: comparisons of one backend, which give the allowed errors.
+        results: results of a backend, for their dtypes.
+        rough: see `compare`.
+        case: the call.
     """
-    allowed = {row.quantity: row.allowed for row in rows}
-    return {
-        name: name in allowed and float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) > allowed[name]
-        for name, t in gold.items()
-        # the LSE does not depend on value
-        if name.startswith("d") and name != "dvalue through lse"
-    }
+    zeros = {name: torch.zeros_like(t) for name, t in results.items()}
+    failed = {row.quantity for row in compare(zeros, gold, rough, case, "") if not row.ok}
+    # the LSE does not depend on value
+    names = (n for n in gold if n.startswith("d") and n != "dvalue through lse")
+    return {name: name in failed for name in names}
 
 
 def jump_note(score_mod: Callable[..., Any], cases: Iterable[Case], device: torch.device) -> str:

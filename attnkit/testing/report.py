@@ -17,10 +17,11 @@ class Row:
     Attributes:
         quantity: "out", "lse", "dquery", "dquery through lse", "d<captured tensor>", "tiles", ...
         backend: what was compared: "cpu", "cpu other tiles", "trace", "tiles", ...
-        error: largest difference from the oracle, or number of wrong values.
-        allowed: largest error that passes.
+        error: difference from the oracle in the row where most of the allowed error is used, or
+            number of wrong values.
+        allowed: largest error that passes there.
         case: the call.
-        where: index of the largest difference, or the error that a call raised; may be empty.
+        where: index of that difference, or the error that a call raised; may be empty.
     """
 
     quantity: str
