@@ -18,7 +18,6 @@ from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.work_tile import (
     ITEM_WORDS,
-    RECORD,
     WorkItem,
     WorkTile,
     begin_runs,
@@ -204,12 +203,11 @@ class Producer:
                     word = self.look_up(lists.items, index)
                 q_count += 1
             if count == 0:
-                if const_expr(c.k_stages == 1):  # fully masked: write only the record
+                if const_expr(c.k_stages == 1):  # fully masked: only the record, without a turn
                     cute.arch.mbarrier_wait(bars.k_empty, phase ^ 1)
                     with cute.arch.elect_one():
                         record = (kv_block, h, b, count, self.valid(kv_count))
                         self.write_record(info, 0, record)
-                        write_turn(c, info, RECORD, lists.order, index)
                         cute.arch.mbarrier_arrive(bars.v_full)
                         cute.arch.mbarrier_arrive(bars.k_full)
                     kv_count += 1

@@ -36,6 +36,10 @@ NEAREST = {
     "templates/sm90/backward_alibi": ("test_sm90_backward_alibi.py",),
     "templates/sm90/backward_first_writer": ("test_sm90_backward_first_writer.py",),
     "templates/sm90/backward_hd256": ("test_sm90_backward_hd256.py",),
+    "templates/sm90/backward_producer.py": (
+        "test_sm90_backward.py",
+        "test_sm90_backward_hd256.py",
+    ),
     "templates/sm90/backward_lse_in_mma": ("test_sm90_backward_lse_in_mma.py",),
     "templates/sm90": ("test_sm90_forward.py",),
     "templates/sm100/backward": ("test_sm100_backward.py",),

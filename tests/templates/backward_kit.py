@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import flex_attention, masks
+from attnkit import create_block_mask, flex_attention, masks
 from attnkit.jit import emulation
 from attnkit.runtime import reuse
 from attnkit.schedule.targets import ORDERED
@@ -205,6 +205,12 @@ MODS: dict[str, tuple[Callable[..., Mod], Callable[[], list[Tensor]]]] = {
         lambda: [torch.rand(2), torch.randn(25)],
     ),
 }
+
+
+def every_other(q_len: int, kv_len: int) -> Any:
+    """Return a block mask in which every other kv block is empty."""
+    keep = lambda b, h, q, kv: (kv // 128) % 2 == 1
+    return create_block_mask(keep, None, None, q_len, kv_len, device="cpu")
 
 
 def ordered(

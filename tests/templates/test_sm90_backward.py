@@ -26,6 +26,7 @@ from tests.templates.backward_kit import (
     MODS,
     check,
     draw,
+    every_other,
     gradients,
     ordered,
     poisoned,  # noqa: F401
@@ -83,15 +84,9 @@ def test_dead_rows_have_no_gradient() -> None:
     assert not found[0][:, :, :70].any()
 
 
-def _every_other(q_len: int, kv_len: int) -> Any:
-    """Return a block mask in which every other kv block is empty."""
-    keep = lambda b, h, q, kv: (kv // 128) % 2 == 1
-    return create_block_mask(keep, None, None, q_len, kv_len, device="cpu")
-
-
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_tiles_that_keep_nothing(heads: tuple[int, int]) -> None:
-    mask = _every_other(200, 500)
+    mask = every_other(200, 500)
     check(draw(200, 500, heads=heads), mask=mask, mode="check")
     nothing = create_block_mask(
         lambda b, h, q, kv: q < kv - 1000, None, None, 150, 300, device="cpu"
@@ -142,7 +137,7 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
 
 
 def test_turns_pass_tiles_that_keep_nothing() -> None:
-    mask = _every_other(400, 400)
+    mask = every_other(400, 400)
     first = ordered("emulate", "eager", 1, mask=mask)
     for a, b in zip(first, ordered("emulate", "adversarial", 3, mask=mask), strict=True):
         assert torch.equal(a, b)

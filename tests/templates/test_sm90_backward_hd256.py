@@ -26,6 +26,7 @@ from tests.templates.backward_kit import (
     MODS,
     check,
     draw,
+    every_other,
     gradients,
     ordered,
     poisoned,  # noqa: F401
@@ -88,6 +89,13 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order(dims: tuple[int, i
     for mode, ctas in (("eager", 3), ("adversarial", 2)):
         for a, b in zip(first, ordered("emulate", mode, ctas, dims), strict=True):
             assert torch.equal(a, b)
+
+
+def test_turns_pass_tiles_that_keep_nothing() -> None:
+    mask = every_other(400, 400)
+    first = ordered("emulate", "eager", 1, (256, 256), mask)
+    for a, b in zip(first, ordered("emulate", "adversarial", 3, (256, 256), mask), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["row", "relative"])
