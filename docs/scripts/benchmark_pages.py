@@ -51,7 +51,7 @@ def runs() -> str:
         lines.append(
             f"| {run[:16].replace('T', ' ')} | {own[0]['commit']} | {direction} | {len(own)} | "
             f"{min(row['rounds'] for row in own)} | {min(clocks):.2f} to {max(clocks):.2f} | "
-            f"{'best setting' if swept else 'default'} | {noise(timed)} |"
+            f"{'best setting' if swept else 'default' if peers else 'none'} | {noise(timed)} |"
         )
     return "\n".join(lines)
 
