@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnkit.jit import emulation
 from attnkit.jit.artifact import Source
 from attnkit.jit.emulator_runs import Undefined, run_emulated
 from attnkit.jit.kernel import kernel
@@ -57,7 +58,7 @@ class EmulatedKernel:
             values[i] = Undefined(values[i])
         clean = False
         try:
-            code = kernel(self.source, lines=True)
+            code = kernel(self.source, lines=emulation.with_lines())
             clean = run_emulated(code, values, work=self.work, roles=self.roles).ok
         finally:
             if not clean and counters is not None:

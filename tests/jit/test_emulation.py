@@ -156,3 +156,15 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="install gcc or clang"):
         run_emulated(compiled, (x, out))
     assert compiled.builds == 0
+
+
+def test_kernels_have_line_numbers_unless_the_environment_says_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(emulation.LINES_VARIABLE, raising=False)
+    assert emulation.with_lines()
+    monkeypatch.setenv(emulation.LINES_VARIABLE, "0")
+    assert not emulation.with_lines()
+    monkeypatch.setenv(emulation.LINES_VARIABLE, "no")
+    with pytest.raises(OptionError, match="ATTNKIT_EMULATE_LINES='no': expected 0 or 1"):
+        emulation.with_lines()

@@ -7,7 +7,7 @@ kernel runs, and reading them is a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -96,14 +96,17 @@ def gradients(
     mask: Any,
     dtype: torch.dtype | None,
     scale: float | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of weighted sums of out and LSE, for Q, K, V and captured tensors.
 
-    An emulated backend executes the backward kernels only, see `torch_forward`.
+    An emulated backend executes the backward kernels only, see `torch_forward`; if `whole`, it
+    executes the forward kernel too and keeps the call, so that a later call repeats it.
     """
     qkv = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     learned = [t.detach().to(dtype or t.dtype).requires_grad_() for t in captured]
-    with torch_forward():
+    with nullcontext() if whole else torch_forward():
         out, lse = flex_attention(
             *qkv,
             score_mod=mod(*learned) if mod else None,
@@ -171,10 +174,12 @@ def check(
     backend: str = "emulate",
     seeds: int = 1,
     scale: float | None = None,
+    whole: bool = False,
 ) -> None:
     """Check gradients of the kernels against the oracle.
 
     The backward kernels must have run, and the emulator must not have reported anything.
+    `whole` is as for `gradients`.
     """
     arguments = (*drawn, captured, mod, mask)
     exact = gradients("eager", *arguments, torch.float64, scale)
@@ -185,7 +190,7 @@ def check(
         dense = gradients("eager", *arguments, None, scale)
     # sums in any order differ between runs
     with emulation.session(mode=mode, seeds=seeds, deterministic=False) as session:
-        found = gradients(backend, *arguments, None, scale)
+        found = gradients(backend, *arguments, None, scale, whole=whole)
     assert session.ok, [str(report) for _, report in session.reports]
     assert any(name.startswith("backward") for name, _ in session.reports)
     for own, other, true in zip(found, dense, exact, strict=True):
