@@ -185,6 +185,7 @@ def _tensor_gatherer(i: int, spec: TensorSpec, values: list[str]) -> Iterator[st
         f"a{i}.dtype is not dtype{i}",
         f"a{i}.get_device() != device",
         f"p{i} % {spec.align:d}",
+        f"not p{i} and device >= 0",
     ]
     for name, want in zip((*shape, *stride), (*spec.shape, *spec.stride), strict=True):
         if isinstance(want, int):
@@ -224,13 +225,18 @@ def _tensor(x: Any, spec: TensorSpec, name: str) -> list[int]:
             f"for {spec}"
         )
     address = x.data_ptr()
-    if address % spec.align:
+    if address % spec.align or (not address and x.is_cuda and x.numel()):
         raise misplaced(name, address, spec.align)
     return [address, *(n for n, want in zip(sizes, extents, strict=True) if isinstance(want, Dim))]
 
 
 def misplaced(name: str, address: int, align: int) -> ArgumentError:
-    """Return the error for a tensor whose address is not a multiple of `align` bytes."""
+    """Return the error for a tensor whose address is 0 or not a multiple of `align` bytes."""
+    if not address:
+        return ArgumentError(
+            f"{name}: it has no memory, as after `t.untyped_storage().resize_(0)`; allocate its "
+            "storage before the call"
+        )
     return ArgumentError(
         f"{name}: its address {address:#x} is not a multiple of {align} bytes, for which the "
         "kernel was compiled"

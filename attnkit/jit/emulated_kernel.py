@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit.jit import emulation
+from attnkit.jit.abi import misplaced
 from attnkit.jit.artifact import Source
 from attnkit.jit.emulator_runs import Undefined, run_emulated
 from attnkit.jit.kernel import kernel
@@ -49,9 +50,13 @@ class EmulatedKernel:
         Raises:
             AssertionError: the counters are not zero before the launch, or are not zero after a
                 launch without faults.
+            ArgumentError: a tensor has no memory.
             UnsupportedError, KernelFault: see `run_emulated`.
         """
         values = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        for i, a in enumerate(values):
+            if isinstance(a, Tensor) and a.numel() and not a.data_ptr():
+                raise misplaced(f"argument {i}", 0, 1)
         counters = None if self.counters is None else values[self.counters]
         self._check(counters, "finds")
         for i in self.outputs:
@@ -81,6 +86,8 @@ class EmulatedKernel:
         ) -> None:
             values = list(fixed)
             for (i, form), address in zip(tensors, addresses, strict=True):
+                if not address:
+                    raise misplaced("a tensor", address, 1)
                 values[i] = form.at(address)
             for i, number in zip(places, numbers, strict=True):
                 values[i] = number

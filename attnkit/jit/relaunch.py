@@ -6,8 +6,8 @@ For a kernel in which two tensors and a number change, the source is
 
     def relaunch(stream, addresses, numbers=()):
         a0, a1, = addresses
-        if a0 & 15: raise misplaced('a tensor', a0, 16)
-        if a1 & 15: raise misplaced('a tensor', a1, 16)
+        if a0 & 15 or not a0: raise misplaced('a tensor', a0, 16)
+        if a1 & 15 or not a1: raise misplaced('a tensor', a1, 16)
         try: values = free.pop()
         except IndexError: values = fresh()
         words = values.words
@@ -78,17 +78,19 @@ def relauncher(
         ArgumentError, DTypeError, ShapeError, DeviceError: see `Signature.gather`.
     """
     first, _ = signature.gather(arguments, lambda device: 0)
-    tensors: list[tuple[int, int]] = []
+    tensors: list[tuple[int, int, bool]] = []
     numbers: list[tuple[int, struct.Struct]] = []
     stream = None
-    indices, changes = iter(range(signature.arity)), set(changing)
+    places, changes = iter(enumerate(arguments)), set(changing)
     for spec, offset in zip(signature.specs, signature.layout[1], strict=False):
         if isinstance(spec, StreamSpec):
             stream = offset // 8
-        elif next(indices) not in changes:
             continue
-        elif isinstance(spec, TensorSpec):
-            tensors.append((offset // 8, spec.align - 1))
+        index, argument = next(places)
+        if index not in changes:
+            continue
+        if isinstance(spec, TensorSpec):
+            tensors.append((offset // 8, spec.align - 1, argument.numel() > 0))
         elif isinstance(spec, NumberSpec):
             numbers.append((offset, struct.Struct("<" + NUMBERS[spec.kind])))
     free: list[_Values] = []  # buffers that no call is using
@@ -142,22 +144,25 @@ class _Values:
 
 
 @functools.lru_cache(maxsize=256)
-def _code(tensors: tuple[tuple[int, int], ...], stream: int | None) -> types.CodeType:
+def _code(tensors: tuple[tuple[int, int, bool], ...], stream: int | None) -> types.CodeType:
     """Generate and compile the source of `relaunch` (see the module docstring).
 
     Args:
         tensors: for each tensor that changes, the offset of its address in the argument buffer (in
-            8-byte words) and a mask of the address bits that must be zero.
+            8-byte words), a mask of the address bits that must be zero, and whether the address
+            must not be 0.
         stream: offset of the stream in words; None for a kernel without a stream argument.
     """
     names = [f"a{i}" for i in range(len(tensors))]
     lines = [f"{''.join(f'{a}, ' for a in names) or '()'} = addresses"]
-    for a, (_, bits) in zip(names, tensors, strict=True):
-        if bits:
-            lines.append(f"if {a} & {bits}: raise misplaced('a tensor', {a}, {bits + 1})")
+    for a, (_, bits, has_memory) in zip(names, tensors, strict=True):
+        faults = [f"{a} & {bits}"] * bool(bits) + [f"not {a}"] * has_memory
+        if faults:
+            fault = " or ".join(faults)
+            lines.append(f"if {fault}: raise misplaced('a tensor', {a}, {bits + 1})")
     lines += ["try: values = free.pop()", "except IndexError: values = fresh()"]
     lines += ["words = values.words", "try:"]
-    lines += [f"    words[{at}] = {a}" for a, (at, _) in zip(names, tensors, strict=True)]
+    lines += [f"    words[{at}] = {a}" for a, (at, *_) in zip(names, tensors, strict=True)]
     if stream is not None:
         lines.append(f"    words[{stream}] = stream")
     # 0.0 == -0.0, so the comparison misses a change of a zero's sign: zeros are always written

@@ -20,7 +20,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attnkit.util.torch_private import is_functional
+from attnkit.util.torch_private import PLAIN, is_functional
 
 T = TypeVar("T")
 
@@ -344,10 +344,23 @@ def shown(value: Any) -> str:
     return type(value).__name__  # its repr may be long, or compute something
 
 
+def lacks_memory(t: Tensor) -> bool:
+    """Return whether the storage of a plain tensor is too small for it, as FSDP leaves storages."""
+    if type(t) not in PLAIN or t.is_meta or not t.numel():
+        return False
+    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    try:
+        return t.untyped_storage().nbytes() < (last + 1) * t.element_size()
+    except (RuntimeError, NotImplementedError):  # a tensor of torch.func has no storage
+        return False
+
+
 def check_captured(
     what: str, names: Sequence[str], tensors: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Check that captured tensors are on the query's device; 0-d CPU tensors are always allowed.
+    """Check that captured tensors have memory and are on the query's device.
+
+    0-d CPU tensors are allowed for a query on any device.
 
     Args:
         what: "score_mod" or "mask_mod", for the error message.
@@ -357,8 +370,14 @@ def check_captured(
 
     Raises:
         DeviceError: a tensor is on another device.
+        ArgumentError: the storage of a tensor is smaller than the tensor.
     """
     for name, t in zip(names, tensors, strict=True):
+        if lacks_memory(t):
+            raise ArgumentError(
+                f"{what} reads the tensor {name!r}, whose storage is smaller than the tensor, as "
+                "after `untyped_storage().resize_(0)`; allocate the storage before the call"
+            )
         if t.device != device and not (t.ndim == 0 and t.device.type == "cpu"):
             raise DeviceError(
                 f"{what} reads the tensor {name!r} on {t.device}, query is on {device}; "

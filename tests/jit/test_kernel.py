@@ -493,7 +493,7 @@ def test_the_generated_text_has_integers_and_names_of_ours_only() -> None:
     text = "\n".join(_gatherer(SPECS))
     names = set(re.findall(r"[a-zA-Z_]\w*", text))
     ours = {n for n in names if re.fullmatch(r"(a|p|dtype)\d|[ns]\d_\d", n)}
-    keywords = {"def", "if", "is", "not", "or", "in", "return", "None"}
+    keywords = {"def", "if", "is", "not", "and", "or", "in", "return", "None"}
     known = {"gather", "arguments", "stream", "device", "__class__", "float", "int", "bool"}
     methods = {"get_device", "data_ptr", "shape", "stride", "dtype"}
     assert names - ours <= keywords | known | methods

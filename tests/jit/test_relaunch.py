@@ -104,6 +104,19 @@ def test_a_launch_within_a_launch() -> None:
     assert entry.seen[2:] == [struct.pack("<i", n) for n in (12, 11, 10)]
 
 
+def test_a_tensor_without_memory_is_refused() -> None:
+    signature = Signature([TensorSpec("float32", (Dim(),), (1,), 4)])
+    entry, freed = Entry(), torch.zeros(4)
+    again = repeat(signature, [torch.zeros(4)], [0], entry)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="no memory"):
+        again(0, [freed.data_ptr()])
+    assert not entry.seen
+    again = repeat(signature, [torch.zeros(0)], [0], entry)
+    again(0, [torch.zeros(0).data_ptr()])  # an empty tensor needs none
+    assert len(entry.seen) == 1
+
+
 def test_a_refused_number_does_not_reach_a_later_launch() -> None:
     """The second number is refused after the first was written to the buffer."""
     signature, entry = Signature([NumberSpec("Int32"), NumberSpec("Int8")]), Entry()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit import flex_attention, mods
-from attnkit.errors import UnsupportedError
+from attnkit.errors import ArgumentError, UnsupportedError
 
 
 def inputs() -> list[Tensor]:
@@ -137,3 +137,19 @@ def test_a_captured_parameter_can_be_swapped(name: str) -> None:
             assert held.grad.dtype == dtype
             held.grad = None
         del out, expected
+
+
+@pytest.mark.parametrize("size", [0, 8])
+@pytest.mark.parametrize("kind", ["index", "mask"])
+def test_a_storage_that_is_freed_after_a_call(kind: str, size: int) -> None:
+    """FSDP frees the storages of parameters between uses."""
+    table = torch.arange(8)
+    weight = torch.randn(8)
+    mod = None if kind == "mask" else lambda s, b, h, q, kv: s + weight[table[kv]]
+    mask = (lambda b, h, q, kv: table[q] >= table[kv]) if kind == "mask" else None
+    for _ in range(3):
+        flex_attention(*inputs(), mod, mask)
+    table.untyped_storage().resize_(size)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="storage is smaller than the tensor"):
+            flex_attention(*inputs(), mod, mask)
