@@ -74,6 +74,8 @@ def run_core(sample: int, seed: int, only: str, children: int) -> tuple[int, int
         print(core.difference(name))
     print(f"{len(found.uncovered)} mutants are in functions that no test calls")
     left = len(found.survivors) + len(found.uncovered)
+    if not found.killed + left:
+        print("mutmut ran no mutants; its output, above, says why")
     return found.killed, found.killed + left
 
 

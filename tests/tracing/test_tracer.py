@@ -240,6 +240,7 @@ MODS: dict[str, Callable[..., Any]] = {
     ),
     "reflected": lambda s, b, h, q, kv: 2 - s + 3 / (s.abs() + 1) - (1 - q),
     "like": lambda s, b, h, q, kv: s + torch.full_like(s, 2) * torch.ones_like(q) + s.new_zeros(()),
+    "new row": lambda s, b, h, q, kv: s + q.new_ones((3,), dtype=torch.float32).sum() * kv,
     "in place on a name": lambda s, b, h, q, kv: operator.iadd(s, kv),
     "math of a constant": lambda s, b, h, q, kv: s * math.log2(math.e),
     "unsqueeze": lambda s, b, h, q, kv: (s.unsqueeze(0) + DEEP[b, h, q, :2]).sum(),

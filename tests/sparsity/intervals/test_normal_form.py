@@ -100,6 +100,19 @@ def test_negative_divisors(divisor: int, op: str, limit: int, sides: str, keep_b
     assert torch.equal(tiles > 0, expected.view(4, 10, 5, 10).any(3).any(1))
 
 
+@pytest.mark.parametrize("limit", [-3, 0, 7])
+@pytest.mark.parametrize("below", [True, False])
+@pytest.mark.parametrize("of_two", [torch.minimum, torch.maximum])
+def test_limits_of_the_lesser_and_the_greater(of_two: Any, below: bool, limit: int) -> None:
+    """A limit of min or max is solved for both arguments, from either side."""
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        value = of_two(kv - q, 20 - kv)
+        return value <= limit if below else value > limit
+
+    assert check(mask, 40, 50, 1, 1) > 0
+
+
 @pytest.mark.parametrize("length", [32, 61, 200])
 def test_library_at_other_lengths(length: int) -> None:
     found = {name: check(*example) for name, example in masks.examples(length).items()}
