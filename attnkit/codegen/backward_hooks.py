@@ -20,7 +20,7 @@ from attnkit.codegen.staged_emitter import Element, Stages, Values
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
-from attnkit.graph.learned_loads import learned_loads, unit_gradient
+from attnkit.graph.simplify import build
 from attnkit.graph.staging import Level, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
@@ -40,8 +40,6 @@ class GraphBackward(GraphForward):
             FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
-        lse_gradient: whether the LSE has a gradient. Without one, loads that shift whole rows have
-            no gradient, see `graph.learned_loads`.
         large: numbers of captured tensors whose gradient has offsets of more than 31 bits.
         indices: which loads wrap negative indices, and which are clamped.
 
@@ -69,22 +67,22 @@ class GraphBackward(GraphForward):
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
         large: Collection[int] = (),
-        lse_gradient: bool = True,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         loads: tuple[tuple[Node, Node], ...] = ()
         dscore = arg("grad")
         if root is not None:
-            dscore = adjoint(root).dscore
+            derivative = adjoint(root)
+            dscore = derivative.dscore
             learned = [i for i, need in enumerate(needs_grad) if need]
-            loads = learned_loads(root, needs_grad, lse_gradient)
+            loads = tuple((n, c) for n, c in derivative.loads if int(str(n.attr)) in learned)
             self.gradient_slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
         else:
             self.gradient_slots = ()
         self._loads = tuple(load for load, _ in loads)
         self._cotangents = tuple(unscaled(c) for _, c in loads)
         self._dscore = unscaled(dscore)
-        self._slope = unscaled(unit_gradient(dscore))
+        self._slope = unscaled(_with_unit_gradient(dscore))
         self.has_derivative = self._slope is not _ONE
         # with a derivative of the score_mod, no registers are left for a separate distance term
         form = score_form(root, separate_distance=not self.has_derivative)
@@ -264,3 +262,18 @@ def _element(
     q, row = rows[r]
     kv, _, column = columns[j]
     return Element(q, kv, row[part], column[part], None, score, grad)
+
+
+def _with_unit_gradient(dscore: Node) -> Node:
+    """Return the derivative of the score_mod: `dscore` with `grad` = 1, simplified."""
+    mapping: dict[Node, Node] = {}
+    for n in ir.topo(dscore):
+        if n is arg("grad"):
+            mapping[n] = _ONE
+        elif not n.args or all(mapping[a] is a for a in n.args):
+            mapping[n] = n
+        elif n.op in ("load", "cast", "round"):
+            mapping[n] = ir.substitute(n, {a: mapping[a] for a in n.args})
+        else:
+            mapping[n] = build(n.op, *(mapping[a] for a in n.args))
+    return mapping[dscore]

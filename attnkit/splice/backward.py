@@ -16,8 +16,7 @@ from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
-from attnkit.graph.learned_loads import learned_loads
-from attnkit.graph.staging import index_level
+from attnkit.graph.staging import Level, index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
@@ -74,16 +73,15 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     template = backward_template(spec.target)
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
-    loads = _loads(program.score, tuple(inputs.needs_grad), inputs.grad_lse is not None)
     case = BackwardCase(
         widths,
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
         additive=score_form(program.score).additive,
-        learned=frozenset(index_level(load) for load in loads),
+        learned=_levels(program.score, tuple(inputs.needs_grad)),
         lists_override_mask=program.lists_override_mask,
     )
     switches = template.switches(case)
-    light = _light(program, loads)
+    light = _light(program, inputs.needs_grad)
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 
@@ -161,19 +159,20 @@ caches.register(_has_slope.cache_clear)
 
 
 @functools.lru_cache(maxsize=1024)
-def _loads(
-    score: Node | None, needs_grad: tuple[bool, ...], lse_gradient: bool
-) -> tuple[Node, ...]:
-    """Return the loads whose gradients the kernel sums."""
-    return tuple(load for load, _ in learned_loads(score, needs_grad, lse_gradient))
+def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
+    """Return the staging levels of the indices of all loads whose tensors need a gradient."""
+    if score is None or not any(needs_grad):
+        return frozenset()
+    loads = (load for load, _ in adjoint(score).loads)
+    return frozenset(index_level(load) for load in loads if needs_grad[int(str(load.attr))])
 
 
-caches.register(_loads.cache_clear)
+caches.register(_levels.cache_clear)
 
 
-def _light(program: Program, loads: Sequence[Node]) -> bool:
-    """Return whether dS = P (dP - delta) and the kernel sums no gradients of loads."""
-    return not loads and (program.score is None or not _has_slope(program.score))
+def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
+    """Return whether dS = P (dP - delta) and no captured tensor needs a gradient."""
+    return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
 
 
 def _settings(

@@ -369,7 +369,7 @@ def _build_call(
 ) -> BackwardCall:
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program, emulated, device = kernel_call.program, kernel_call.spec.emulated, query.device
-    needs_grad, has_lse_gradient = tuple(inputs.needs_grad), inputs.grad_lse is not None
+    needs_grad = tuple(inputs.needs_grad)
     work = backward_work(kernel_call.runs, settings, query, key, value, workers, emulated)
     postprocess = _postprocess(settings, work)
     if work.first_writer:
@@ -390,10 +390,8 @@ def _build_call(
         work=work,
         device=device,
         dtype=query.dtype,
-        preprocess=preprocess_source(settings, has_lse_gradient),
-        main=main_source(
-            program, bounds, settings, kinds, needs_grad, large, has_lse_gradient, clamp
-        ),
+        preprocess=preprocess_source(settings, inputs.grad_lse is not None),
+        main=main_source(program, bounds, settings, kinds, needs_grad, large, clamp),
         postprocess=postprocess,
         captured=arguments,
         needs_grad=needs_grad,

@@ -61,7 +61,6 @@ def main_source(
     captured: tuple[TensorKind, ...],
     needs_grad: tuple[bool, ...],
     large: tuple[int, ...],
-    lse_gradient: bool,
     clamp: frozenset[Node],
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
@@ -73,7 +72,6 @@ def main_source(
         captured: kinds of the captured tensors that the kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         large: numbers of the score's tensors whose gradient has offsets of more than 31 bits.
-        lse_gradient: whether the LSE has a gradient.
         clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
     """
 
@@ -89,7 +87,6 @@ def main_source(
             lists_override_mask=program.lists_override_mask,
             needs_grad=needs_grad,
             large=large,
-            lse_gradient=lse_gradient,
             indices=LoadIndices(None, clamp),
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
@@ -104,7 +101,7 @@ def main_source(
         return Build(settings.template.main(settings, hooks), arguments, settings.template.options)
 
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
-    shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large, lse_gradient)
+    shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large)
     roots = [n for n in (program.score, program.mask) if n is not None]
     roots += [n for pair in bounds or () for n in pair]
     clamped = [clamp for _, clamp in LoadIndices(None, clamp).flags(ir.topo(*roots))]

@@ -53,6 +53,12 @@ WAITING = (
 SIZES = ["--q-len", "260", "--heads", "1", "--head-dim", "64", "--mode", "eager"]
 
 
+@pytest.fixture(autouse=True)
+def _lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile kernels with line numbers, which reports name."""
+    monkeypatch.setenv("ATTNKIT_EMULATE_LINES", "1")
+
+
 def faulty(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch compilation so that the forward kernel has one fault."""
     whole = kernel.CompiledKernel.executable
