@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attnkit import create_mask, masks, testing
 from attnkit.runtime.variant import Variant
@@ -166,3 +167,18 @@ def test_exact_counts_differences() -> None:
     row = exact("mask", "trace", torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0]), Case(1, 1))
     assert (row.error, row.allowed, row.where) == (2.0, 0.0, "[1]")
     assert dataclasses.replace(row, error=0.0).ok
+
+
+def test_a_wider_captured_tensor_leaves_room_for_the_arithmetic_of_the_inputs() -> None:
+    """The dense reference computes in float64 what depends on a float64 tensor; attnkit does not."""
+    random = torch.Generator().manual_seed(0)
+    t0 = torch.randn(200, generator=random, requires_grad=True)
+    t1 = torch.randn(200, generator=random, requires_grad=True)
+    wide = torch.randn(200, generator=random).double().requires_grad_()
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        both = t0[kv] + t1[kv]
+        return s * torch.sigmoid(torch.where(both > 0.5, both, wide[kv] + s))
+
+    case = Case(q_len=1, kv_len=1, spread=0.1, seed=1)
+    assert testing.check_case(Variant(mod, None), case).ok
