@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--dsl-libraries={wanted}, and the DSL in use has {found}: put the folder with "
             f"nvidia_cutlass_dsl/{wanted} on PYTHONPATH"
         )
-    # Emulated kernels compile a quarter faster; a finding has its PTX line, but no Python line.
+    # Emulated kernels compile faster; a finding has its PTX line, but no Python line.
     os.environ.setdefault("ATTNKIT_EMULATE_LINES", "0")
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
     hypothesis.register_random(_torch_random)

@@ -161,7 +161,7 @@ def limit() -> float:
 def with_lines() -> bool:
     """Return whether emulated kernels are compiled with line numbers, for the places in reports.
 
-    Without them a kernel compiles a quarter faster.
+    Without them a kernel compiles faster.
 
     Raises:
         OptionError: ATTNKIT_EMULATE_LINES is not 0 or 1.

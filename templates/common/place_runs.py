@@ -2,7 +2,7 @@
 
 A learned table with few entries (T5's buckets, a bias per pair of documents) receives the gradients
 of millions of scores. Additions to one address in global memory are executed one after the other,
-so adding each score would take a hundred times as long as the rest of the backward. Neighbouring
+so adding each score would take far longer than the rest of the backward. Neighbouring
 scores mostly read the same element. Each thread therefore sums a run of equal places in a register,
 and adds the sum in memory when the place changes and at the end of the work tile.
 """
@@ -50,6 +50,21 @@ class PlaceRuns(ExactSums):
     def run_of(self, i: int) -> int:
         """Return the index in `Runs` of load `i`."""
         return sum(self.hooks.gradient_repeats[:i])
+
+    def add_each(
+        self,
+        i: int,
+        total: cute.Tensor,
+        runs: Runs,
+        places: Sequence[cute.Pointer],
+        values: Sequence[Any],
+    ) -> None:
+        """Add the gradients of load `i` at `places`, through its run if its index repeats."""
+        if self.hooks.gradient_repeats[i]:
+            self.add_to_run(i, total, runs, places, values)
+        else:
+            for place, value in zip(places, values, strict=True):
+                self.add_where(value != Float32(0.0), place, value)
 
     def add_to_run(
         self,

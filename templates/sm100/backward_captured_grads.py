@@ -120,11 +120,7 @@ class CapturedGrads(PlaceRuns):
                 self.place_of(i, site, total, q, kv, index)
                 for (q, _), index in zip(rows, indices, strict=True)
             ]
-            if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, total, sums.runs, places, values)
-            else:
-                for place, value in zip(places, values, strict=True):
-                    self.add_where(value != Float32(0.0), place, value)
+            self.add_each(i, total, sums.runs, places, values)
 
     def _summed(self, values: list[Any]) -> Any:
         """Return, in the k-th of equal groups of lanes, the sum of `values[k]` over the warp.

@@ -165,10 +165,7 @@ class CapturedGrads(PlaceRuns):
             q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
             kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
             place = self.place_of(i, site, total, q, kv)
-            if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, total, sums.runs, [place], [value])
-            else:
-                self.add_where(value != Float32(0.0), place, value)
+            self.add_each(i, total, sums.runs, [place], [value])
 
     def _add(
         self, i: int, level: str, at: int, site: Any, rows: Any, columns: Any, values: Any,
@@ -203,11 +200,7 @@ class CapturedGrads(PlaceRuns):
                 self.place_of(i, site, total, q, kv, index)
                 for (q, kv), index in zip(at_score, indices, strict=True)
             ]
-            if self.hooks.gradient_repeats[i]:
-                self.add_to_run(i, total, sums.runs, places, values)
-            else:
-                for place, value in zip(places, values, strict=True):
-                    self.add_where(value != Float32(0.0), place, value)
+            self.add_each(i, total, sums.runs, places, values)
 
     def flush(self, tile: KvBlock, sums: CapturedSums) -> None:
         """Add the register sums of a work tile to the gradients in memory."""

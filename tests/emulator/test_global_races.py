@@ -39,14 +39,18 @@ $L_end:
 """
 
 
+def check_the_other_warp_races(body: str, waits: int) -> None:
+    """Check that the only finding is a race with the warp, 1 or 2, that is not waited for."""
+    text = body.replace("WAITS", str(waits))
+    (finding,) = run(text, np.zeros(1, np.uint32), block=(96, 1, 1), mode="race").findings
+    assert finding.kind == "race"
+    assert f"against CTA (0, 0, 0) warp {3 - waits}" in finding.text
+
+
 @pytest.mark.parametrize("waits", [1, 2])
 @section("Causality Order")
 def test_a_write_races_with_each_reader_that_it_did_not_wait_for(waits: int) -> None:
-    body = READERS.replace("WAITS", str(waits))
-    report = run(body, np.zeros(1, np.uint32), block=(96, 1, 1), mode="race")
-    (finding,) = report.findings
-    assert finding.kind == "race"
-    assert f"against CTA (0, 0, 0) warp {3 - waits}" in finding.text
+    check_the_other_warp_races(READERS, waits)
 
 
 # Two warps add to a sum; the third waits for the WAITS of them alone, and reads the sum.
@@ -71,11 +75,7 @@ $L_end:
 @pytest.mark.parametrize("waits", [1, 2])
 @section("Causality Order")
 def test_a_read_races_with_each_atomic_that_it_did_not_wait_for(waits: int) -> None:
-    body = ADDERS.replace("WAITS", str(waits))
-    report = run(body, np.zeros(1, np.uint32), block=(96, 1, 1), mode="race")
-    (finding,) = report.findings
-    assert finding.kind == "race"
-    assert f"against CTA (0, 0, 0) warp {3 - waits}" in finding.text
+    check_the_other_warp_races(ADDERS, waits)
 
 
 @dataclass(eq=False)

@@ -114,6 +114,13 @@ def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
     return out
 
 
+def _sum_or_product(op: str, x: list[str], mode: str) -> str:
+    """Return the expression of add, sub, mul or fma, with a directed rounding if `mode` names one."""
+    if mode:
+        return _directed(op, x, mode)
+    return f"fma({x[0]},{x[1]},{x[2]})" if op == "fma" else f"({x[0]}{_INFIX[op]}{x[1]})"
+
+
 def _pair(e: Emitter, c: Instr) -> list[str]:
     """Emit f32x2 arithmetic, which views a 64-bit register as two floats per lane."""
     op, a = c.parts[0], c.args
@@ -121,12 +128,7 @@ def _pair(e: Emitter, c: Instr) -> list[str]:
     mode = c.option(*_ROUND)
     if op not in ("add", "sub", "mul", "fma"):
         raise e.fail(c)
-    if mode:
-        out = _directed(op, x, mode)
-    elif op == "fma":
-        out = f"fma({x[0]},{x[1]},{x[2]})"
-    else:
-        out = f"({x[0]}{_INFIX[op]}{x[1]})"
+    out = _sum_or_product(op, x, mode)
     return e.put(a[0], f"{_flush(e, c, out)}.view(u8)", "u8")
 
 
@@ -145,12 +147,7 @@ def _mixed(e: Emitter, c: Instr) -> list[str]:
     x, mode = [operand(v) for v in a[1:]], c.option(*_ROUND)
     if op not in ("fma", "add", "sub") or c.has("ftz", "relu", "oob"):
         raise e.fail(c)
-    if mode:
-        out = _directed(op, x, mode)
-    elif op == "fma":
-        out = f"fma({x[0]},{x[1]},{x[2]})"
-    else:
-        out = f"({x[0]}{_INFIX[op]}{x[1]})"
+    out = _sum_or_product(op, x, mode)
     return e.put(a[0], _saturated(e, c, out, "f4"), "f4")
 
 
