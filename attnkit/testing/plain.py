@@ -5,8 +5,8 @@ functions are not traced or rewritten, and autograd computes the gradients. The 
 shares no code with the code under test: it imports nothing from `tracing`, `graph`, `sparsity`,
 `schedule` or `splice`.
 
-A mask_mod runs with torch's type promotion. A score_mod runs in at least the dtype of the scores,
-see `_AtLeast`.
+A mask_mod runs with torch's type promotion. A score_mod runs in the dtype of the scores, see
+`_InDtype`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _for_each_head(t: Tensor, heads: int) -> Tensor:
 
 def modified(score_mod: Function, scores: Tensor) -> Tensor:
     """Apply `score_mod` to scores [B, Hq, Sq, Skv]; the result has the same shape and dtype."""
-    return _on_grid(score_mod, scores.shape, scores.device, scores, _AtLeast(scores.dtype))
+    return _on_grid(score_mod, scores.shape, scores.device, scores, _InDtype(scores.dtype))
 
 
 def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ def modified_at(score_mod: Function, scores: Tensor, positions: Sequence[Tensor]
         Modified scores, with the shape and dtype of `scores`.
     """
     flat = [t.expand(scores.shape).flatten() for t in positions]
-    mode = _AtLeast(scores.dtype)
+    mode = _InDtype(scores.dtype)
     called = _tensor_function(score_mod, scores.device, mode)
     try:
         found: Tensor = torch.vmap(called)(scores.flatten(), *flat)
@@ -204,13 +204,14 @@ class _Plain(TorchFunctionMode):
         return value
 
 
-class _AtLeast(_Plain):
-    """Mode that computes every position-dependent value in at least the dtype of the scores.
+class _InDtype(_Plain):
+    """Mode that computes every position-dependent value in the dtype of the scores.
 
     float64 scores must give float64 results. A table of a narrower dtype is therefore converted
-    when a position indexes it, and `q * 0.5` and `q.float()` are float64. A conversion to 16 bits
-    still rounds its value, but not its gradient. Values that depend only on captured tensors keep
-    torch's dtypes.
+    when a position indexes it, and `q * 0.5` and `q.float()` are float64. float32 scores must show
+    the error of float32 arithmetic, also beside a float64 table, which backends round. A conversion
+    to 16 bits still rounds its value, but not its gradient. Values that depend only on captured
+    tensors keep torch's dtypes.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -220,7 +221,7 @@ class _AtLeast(_Plain):
         self._positional: dict[int, Tensor] = {}
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def call(self, arguments: Sequence[Tensor]) -> _AtLeast:
+    def call(self, arguments: Sequence[Tensor]) -> _InDtype:
         self._positional = {id(t): t for t in arguments}
         return self
 
@@ -248,23 +249,23 @@ class _AtLeast(_Plain):
         return tree_map(lambda x: self._noted(x, args), found)
 
     def _widened(self, x: Any) -> Any:
-        """Convert an argument that is a narrow tensor or is torch.float32 to the wide dtype.
+        """Convert an argument that is a float tensor or is torch.float32 to the mode's dtype.
 
-        Each tensor is converted only once, so its gradient is summed in the wide dtype.
+        Each tensor is converted only once, so its gradient is summed in that dtype.
         """
         if x is torch.float32:
             return self.dtype
-        if not isinstance(x, Tensor) or not self._narrow(x):
+        if not isinstance(x, Tensor) or not self._differs(x):
             return x
         if id(x) not in self._tables:
             self._tables[id(x)] = (x, x.to(self.dtype))
         return self._tables[id(x)][1]
 
     def _noted(self, x: Any, args: Sequence[Any]) -> Any:
-        """Convert a result to the wide dtype and record that it depends on a position."""
+        """Convert a result to the mode's dtype and record that it depends on a position."""
         if not isinstance(x, Tensor):
             return x
-        if self._narrow(x):
+        if self._differs(x):
             wide = x.to(self.dtype)
             operand = args[0]
             if isinstance(operand, Tensor) and x.dtype in HALVES:
@@ -274,8 +275,8 @@ class _AtLeast(_Plain):
         self._positional[id(x)] = x
         return x
 
-    def _narrow(self, x: Tensor) -> bool:
-        return x.dtype.is_floating_point and x.dtype.itemsize < self.dtype.itemsize
+    def _differs(self, x: Tensor) -> bool:
+        return x.dtype.is_floating_point and x.dtype != self.dtype
 
 
 def _getitem(source: Tensor, items: Any) -> Tensor:

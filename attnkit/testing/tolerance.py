@@ -28,8 +28,6 @@ from attnkit.testing.quantities import OUTPUTS, Quantities
 from attnkit.testing.report import Row
 
 FACTOR = 2.0
-# As ULPS, for gradients of captured tensors with a wider dtype than the inputs.
-WIDER_ULPS = 8
 # Factor for gradients of captured tensors with 16-bit inputs. Each backend sums them over many
 # scores in its own order, and either the reference or the kernel rounds each term to 16 bits.
 CAPTURED_16_BIT_FACTOR = 3.0
@@ -99,11 +97,7 @@ def _allowed(name: str, case: Case, dtype: torch.dtype, sizes: Tensor, measured:
         return FACTOR * measured + ULPS * floor
     # a gradient is stored in the captured tensor's own dtype
     factor = FACTOR if inner.dtype == own.dtype else CAPTURED_16_BIT_FACTOR
-    stored = torch.finfo(dtype)
-    # The dense reference computes in the dtype of a wider tensor what depends on it, so its error
-    # says nothing about the backend's arithmetic: the floor alone must cover that.
-    ulps = WIDER_ULPS if stored.eps < own.eps else ULPS
-    return (factor * measured).maximum(ulps * max(own.eps, stored.eps) * sizes)
+    return (factor * measured).maximum(ULPS * max(own.eps, torch.finfo(dtype).eps) * sizes)
 
 
 def _has_rows(name: str) -> bool:

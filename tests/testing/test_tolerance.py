@@ -170,7 +170,7 @@ def test_exact_counts_differences() -> None:
 
 
 def test_a_wider_captured_tensor_leaves_room_for_the_arithmetic_of_the_inputs() -> None:
-    """The dense reference computes in float64 what depends on a float64 tensor; attnkit does not."""
+    """The dense reference must compute in float32 what depends on a float64 tensor, as attnkit does."""
     random = torch.Generator().manual_seed(0)
     t0 = torch.randn(200, generator=random, requires_grad=True)
     t1 = torch.randn(200, generator=random, requires_grad=True)
