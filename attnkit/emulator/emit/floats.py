@@ -114,7 +114,7 @@ def _extremum(e: Emitter, c: Instr, x: list[str], t: str) -> str:
     return out
 
 
-def _sum_or_product(op: str, x: list[str], mode: str) -> str:
+def _sum_or_product(op: str, x: list[str], mode: str | None) -> str:
     """Return the expression of add, sub, mul or fma, with a directed rounding if `mode` names one."""
     if mode:
         return _directed(op, x, mode)
