@@ -78,10 +78,11 @@ def index_level(load: Node) -> Level:
 
 
 def index_repeats(load: Node) -> bool:
-    """Return whether several scores may read the same element: bucket(q - kv), or doc[q], doc[kv].
+    """Return whether a load may read one element for several diagonals or scores.
 
-    It is False only if the indices prove that scores of different levels' positions read different
-    elements: q - kv for a relative load, or two independent sums of q and kv for an element load.
+    Examples are table[bucket(q - kv)], and table[doc[q], doc[kv]]. The result is False only if the
+    indices prove the opposite: a relative load reads at a sum with q - kv, so each diagonal has its
+    own element; an element load reads at two independent sums of q and kv, so each score has.
     """
     found = [_coefficients(n) if n.type == I32 else None for n in load.args]
     sums = [c for c in found if c is not None and c != (0, 0)]
