@@ -18,6 +18,7 @@ from attnkit.errors import (
     DeviceError,
     DTypeError,
     OptionError,
+    PicklingError,
     ShapeError,
     StaleDataError,
     TraceError,
@@ -28,13 +29,14 @@ from attnkit.runtime.variant import Variant
 from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
 from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
+from attnkit.tracing.pickling import picklable
 from attnkit.tracing.score_mod import ScoreMod
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
 from attnkit.util.data_state import invalidate, trust_version_counters
 
 if TYPE_CHECKING:
-    from attnkit import masks, mods, testing
+    from attnkit import flex, masks, mods, testing
     from attnkit.inspection.explain import Explanation, explain
     from attnkit.runtime.merge_states import merge, merge_states
     from attnkit.sparsity.intervals.normal_form import intervals
@@ -55,6 +57,7 @@ __all__ = [
     "FlexKernelOptions",
     "Mask",
     "OptionError",
+    "PicklingError",
     "ScoreMod",
     "ShapeError",
     "StaleDataError",
@@ -66,6 +69,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "explain",
+    "flex",
     "flex_attention",
     "intervals",
     "invalidate",
@@ -77,6 +81,7 @@ __all__ = [
     "or_masks",
     "per_batch",
     "per_head",
+    "picklable",
     "testing",
     "trust_version_counters",
 ]
@@ -85,6 +90,7 @@ __all__ = [
 _LAZY = {
     "Explanation": "attnkit.inspection.explain",
     "explain": "attnkit.inspection.explain",
+    "flex": "attnkit.flex",
     "intervals": "attnkit.sparsity.intervals.normal_form",
     "masks": "attnkit.masks",
     "merge": "attnkit.runtime.merge_states",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._check import int_tensor, shape_text, whole
 from attnkit.masks._topk_blocks import blocks_mask
 
 
+@picklable
 def bigbird(
     random_blocks: Tensor, block: int, *, window_blocks: int = 1, global_blocks: int = 1
 ) -> Mask:

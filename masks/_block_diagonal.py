@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._check import whole
 
 
+@picklable
 def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
     """Build a block-diagonal mask, which keeps keys with `kv // kv_size == q // size`.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._check import whole
 
 
+@picklable
 def block_diffusion(length: int, block: int) -> Mask:
     """Build the training mask of block diffusion, for a noisy copy of a text followed by the text.
 

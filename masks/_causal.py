@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._align import Align, aligned
 
 
+@picklable
 def causal(
     align: Align = "top-left",
     *,

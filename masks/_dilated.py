@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import whole
 
 
+@picklable
 def dilated(
     left: int,
     dilation: int,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._align import Align, check_align
 from attnkit.masks._check import (
     INT_MAX,
@@ -25,6 +25,7 @@ from attnkit.masks._check import (
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@picklable
 def document(
     ids: Tensor,
     kv_ids: Tensor | None = None,
@@ -92,6 +93,7 @@ def document(
     return Mask(keep_documents, f"document({_shown(q_doc, kv_ids)}, padding={padding})", axes=axes)
 
 
+@picklable("lengths", "kv_lengths")
 def document_from_lengths(
     lengths: Tensor,
     kv_lengths: Tensor | None = None,
@@ -138,6 +140,7 @@ def document_from_lengths(
     return _packed(label, q_doc, lengths, ("kv_lengths", kv_lengths), within, align)
 
 
+@picklable("cu_seqlens", "kv_cu_seqlens")
 def document_from_cu_seqlens(
     cu_seqlens: Tensor,
     kv_cu_seqlens: Tensor | None = None,

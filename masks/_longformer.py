@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Axes, Mask
+from attnkit import Axes, Mask, picklable
 from attnkit.masks._check import bool_tensor, shape_text, whole
 
 
+@picklable
 def longformer(window: int, global_tokens: int | Tensor) -> Mask:
     """Build Longformer's mask, which keeps a two-sided window and all pairs with a global token.
 

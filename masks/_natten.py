@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask, OptionError
+from attnkit import ArgumentError, Mask, OptionError, picklable
 from attnkit.masks._check import grid, sizes, text
 from attnkit.masks._grid import check_tile, coordinates
 
 
+@picklable
 def natten(
     shape: Sequence[int],
     kernel: int | Sequence[int],

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._check import float_tensor, per_batch, same_device, text, whole
 
 
+@picklable
 def padding(
     kv_lengths: Tensor,
     q_lengths: Tensor | None = None,

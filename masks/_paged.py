@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError
+from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._check import (
     INT_MAX,
     at_least,
@@ -21,6 +21,7 @@ from attnkit.masks._check import (
 )
 
 
+@picklable("page_table")
 def paged(
     mask: Callable[..., Tensor],
     page_table: Tensor,

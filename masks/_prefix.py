@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Axes, Mask
+from attnkit import Axes, Mask, picklable
 from attnkit.masks._causal import causal
 from attnkit.masks._check import per_batch, whole
 
 
+@picklable
 def prefix(length: int | Tensor) -> Mask:
     """Build a prefix mask, which keeps the first `length` keys.
 
@@ -42,6 +43,7 @@ def prefix(length: int | Tensor) -> Mask:
     return Mask(keep, f"prefix({length})")
 
 
+@picklable
 def prefix_lm(length: int | Tensor) -> Mask:
     """Build a prefix-LM mask, which keeps the first `length` keys and the keys up to the query.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask, OptionError, ShapeError
+from attnkit import ArgumentError, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._check import (
     at_least,
     int_tensor,
@@ -17,6 +17,7 @@ from attnkit.masks._check import (
 )
 
 
+@picklable("prefixes", "suffixes")
 def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
     """Build a causal mask for several suffixes (continuations) that share one prefix (prompt).
 

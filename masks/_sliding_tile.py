@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from attnkit import Mask, OptionError
+from attnkit import Mask, OptionError, picklable
 from attnkit.masks._check import grid, sizes, whole
 from attnkit.masks._grid import check_tile, unravel
 
 
+@picklable
 def sliding_tile(
     shape: Sequence[int],
     tile: int | Sequence[int],

@@ -6,11 +6,12 @@ from types import EllipsisType
 
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask
+from attnkit import ArgumentError, Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import keys_before, limit
 
 
+@picklable
 def sliding_window(
     left: int | EllipsisType | None = ...,
     right: int | None = 0,

@@ -6,11 +6,12 @@ from types import EllipsisType
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
 from attnkit.masks._check import keys_before, whole
 
 
+@picklable
 def streaming_llm(
     window: int | EllipsisType = ...,
     sinks: int = 4,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Mask
+from attnkit import Mask, picklable
 from attnkit.masks._check import whole
 
 
+@picklable
 def strided(stride: int) -> Mask:
     """Build the strided mask: the last `stride + 1` keys and every `stride`-th key before them.
 
@@ -43,6 +44,7 @@ def strided(stride: int) -> Mask:
     return Mask(keep, f"strided({stride})", frame="common")
 
 
+@picklable
 def fixed(block: int, summary: int = 1) -> Mask:
     """Build the fixed mask: the query's block and the last `summary` keys of each earlier block.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import Axes, Mask, ShapeError
+from attnkit import Axes, Mask, ShapeError, picklable
 from attnkit.masks._check import int_tensor, shape_text, tensor, whole
 
 MOST_SELECTED = 128  # indices per row, a limit because the comparison is unrolled
 
 
+@picklable
 def topk_blocks(selected: Tensor, q_block: int, kv_block: int) -> Mask:
     """Build a block-sparse mask, which keeps the kv blocks selected for the query's block.
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import Axes, Mask, OptionError
+from attnkit import Axes, Mask, OptionError, picklable
 from attnkit.masks._check import (
     bool_tensor,
     int_tensor,
@@ -22,6 +22,7 @@ from attnkit.masks._check import (
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@picklable("parents")
 def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
     """Build a tree attention mask: a draft token sees the context, its ancestors and itself.
 
@@ -80,6 +81,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
     return _after_context(keep_batched, context, (parents.shape[-1],) * 2, label, axes)
 
 
+@picklable
 def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
     """Build a tree attention mask from a bool table of the draft tokens that each query sees.
 

@@ -10,10 +10,11 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit import ScoreMod
+from attnkit import ScoreMod, picklable
 from attnkit.mods._check import number
 
 
+@picklable
 def log_sigmoid(bias: float = 0.0) -> ScoreMod:
     """Build a score_mod `log(sigmoid(score + bias))`, so that weights are normalised sigmoids.
 
@@ -42,6 +43,7 @@ def log_sigmoid(bias: float = 0.0) -> ScoreMod:
     return ScoreMod(score_mod, f"log_sigmoid({bias})")
 
 
+@picklable
 def log_relu(power: float = 2.0) -> ScoreMod:
     """Build a score_mod `log(relu(score) ** power)`: weights are normalised powers of ReLU.
 

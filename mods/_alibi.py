@@ -8,12 +8,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit import Axes, ScoreMod
+from attnkit import Axes, ScoreMod, picklable
 from attnkit.mods._check import flag, shape_text, table, whole
 
 Slope: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
+@picklable
 def alibi(heads: int | Tensor, *, symmetric: bool = False) -> ScoreMod:
     """Build ALiBi's score_mod, which adds `slope[h] * (kv - q)` to the score.
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attnkit import ArgumentError, ScoreMod
+from attnkit import ArgumentError, ScoreMod, picklable
 
 
+@picklable
 def compose(*mods: Callable[..., Any]) -> ScoreMod:
     """Build a score_mod that applies `mods` in order, each to the result of the previous one.
 

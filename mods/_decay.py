@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import Axes, ScoreMod, ShapeError
+from attnkit import Axes, ScoreMod, ShapeError, picklable
 from attnkit.mods._check import number, shape_text, table
 
 
+@picklable
 def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     """Build a score_mod that subtracts `rate[h] * |q - kv| ** power` from the score.
 
@@ -42,6 +43,7 @@ def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     return ScoreMod(score_mod, label, axes=[Axes("rate", rate, "h")])
 
 
+@picklable
 def kerple(rate: Tensor, scale: Tensor) -> ScoreMod:
     """Build KERPLE's score_mod, which subtracts `rate[h] * log(1 + scale[h] * |q - kv|)`.
 

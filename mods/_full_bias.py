@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Axes, ScoreMod
+from attnkit import Axes, ScoreMod, picklable
 from attnkit.mods._check import shape_text, table
 
 
+@picklable
 def full_bias(bias: Tensor) -> ScoreMod:
     """Build a score_mod that adds `bias[b, h, q, kv]` to the score.
 

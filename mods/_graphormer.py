@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Axes, OptionError, ScoreMod
+from attnkit import Axes, OptionError, ScoreMod, picklable
 from attnkit.mods._check import extent, int_tensor, shape_text, table
 
 
+@picklable
 def graphormer(bias: Tensor, distance: Tensor) -> ScoreMod:
     """Build Graphormer's score_mod, which adds `bias[h, distance[q, kv]]` to the score.
 

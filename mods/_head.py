@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import Axes, ScoreMod
+from attnkit import Axes, ScoreMod, picklable
 from attnkit.mods._check import shape_text, table
 
 
+@picklable
 def head_scale(scale: Tensor) -> ScoreMod:
     """Build a score_mod that multiplies the score by `scale[h]`.
 
@@ -40,6 +41,7 @@ def head_scale(scale: Tensor) -> ScoreMod:
     return ScoreMod(score_mod, label, axes=[Axes("scale", scale, "h")])
 
 
+@picklable
 def head_gate(gate: Tensor) -> ScoreMod:
     """Build a score_mod that multiplies the score by `sigmoid(gate[h])`.
 

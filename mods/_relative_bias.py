@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnkit import Axes, ScoreMod
+from attnkit import Axes, ScoreMod, picklable
 from attnkit.mods._check import odd, shape_text, table
 
 
+@picklable
 def relative_bias(bias: Tensor) -> ScoreMod:
     """Build a score_mod that adds `bias[h, W + clamp(kv - q, -W, W)]` to the score.
 
@@ -44,6 +45,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
     return ScoreMod(score_mod, label, axes=[Axes("bias", bias, "h", None)])
 
 
+@picklable
 def bias_2d(bias: Tensor) -> ScoreMod:
     """Build a score_mod that adds a learned bias by relative position on an R x C grid of tokens.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import Axes, OptionError, ScoreMod
+from attnkit import Axes, OptionError, ScoreMod, picklable
 from attnkit.mods._check import MOST_DISTANCES, own_device, whole
 
 MOST_DIMS = 1 << 14
 
 
+@picklable
 def sandwich(
     heads: int, length: int, *, dims: int = 128, device: torch.device | str = "cpu"
 ) -> ScoreMod:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import ScoreMod
+from attnkit import ScoreMod, picklable
 from attnkit.mods._check import number
 
 
+@picklable
 def softcap(cap: float) -> ScoreMod:
     """Build a score_mod `cap * tanh(score / cap)`, which keeps scores within (-cap, cap).
 

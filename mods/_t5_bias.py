@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit import Axes, OptionError, ScoreMod
+from attnkit import Axes, OptionError, ScoreMod, picklable
 from attnkit.mods._check import MOST_DISTANCES, flag, shape_text, table, whole
 
 
+@picklable
 def t5_bias(bias: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
     """Build T5's relative position score_mod, which adds `bias[h, bucket(kv - q)]` to the score.
 

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from attnkit import Axes, OptionError, ScoreMod
+from attnkit import Axes, OptionError, ScoreMod, picklable
 from attnkit.mods._check import extent, int_tensor, shape_text, table, whole
 
 
+@picklable
 def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
     """Build a score_mod that scales scores in a row of n keys by `max(1, log(n) / log(trained))`.
 
@@ -57,6 +58,7 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
     return ScoreMod(constant, f"log_length({trained}, {length})")
 
 
+@picklable
 def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> ScoreMod:
     """Build a score_mod that scales scores in a row of n keys by `scale[h] * log(n)`.
 

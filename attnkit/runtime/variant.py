@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attnkit.runtime.api import flex_attention
 from attnkit.runtime.bind import Bound, check_functions, classify, is_flex, prove, trace
+from attnkit.tracing.pickling import reduced
 from attnkit.tracing.tracer import Traced
 from attnkit.util.devices import parse_device
 
@@ -50,6 +52,15 @@ class Variant:
 
     def __hash__(self) -> int:
         return hash((id(self.score_mod), id(self.mask)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced((Variant, (self.score_mod, self.mask)), self.score_mod, self.mask)
+
+    def __copy__(self) -> Variant:
+        return Variant(self.score_mod, self.mask)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        return Variant(*copy.deepcopy((self.score_mod, self.mask), memo))
 
     def __repr__(self) -> str:
         # the repr of PyTorch's BlockMask reads its data

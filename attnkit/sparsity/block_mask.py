@@ -6,6 +6,8 @@ FlexAttention, creating a block mask computes no tiles. `mask_runs` classifies t
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from attnkit.tracing.axes import Sizes
 from attnkit.tracing.built_for import check_built_for
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.pickling import reduced
 from attnkit.tracing.tracer import Kind, Traced, takes
 from attnkit.util.arguments import (
     check_captured,
@@ -50,7 +53,7 @@ class BlockMask:
 
     Attributes:
         mask_mod: the function, or `Mask`.
-        seq_lengths: (query length, kv length) in positions.
+        seq_lengths: (query length, kv length) in positions; may be assigned.
         BLOCK_SIZE: (query, kv) positions of a tile.
         shape: (B, H, query length, kv length); B or H is 1 where the mask is shared.
         device: device of query, key and value.
@@ -87,10 +90,28 @@ class BlockMask:
                 check_size(name, size)
             block = check_sizes("block", block)
         self.mask_mod = mask_mod
-        self.seq_lengths = (q_len, kv_len)
         self.BLOCK_SIZE = block
-        self.shape = (batch, heads, q_len, kv_len)
+        self.shape: tuple[int, int, int, int] = (batch, heads, q_len, kv_len)
         self.device = resolve_device(device)
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """Return (query length, kv length) in positions.
+
+        Assigning other lengths gives the same mask_mod for those; its tiles are classified anew.
+
+        Raises:
+            OptionError: the assigned value is not a pair of positive ints.
+        """
+        return self.shape[2], self.shape[3]
+
+    @seq_lengths.setter
+    def seq_lengths(self, lengths: Any) -> None:
+        if not isinstance(lengths, tuple | list):
+            raise OptionError(
+                f"seq_lengths must be a (query length, kv length) pair, got {shown(lengths)}"
+            )
+        self.shape = (*self.shape[:2], *check_sizes("seq_lengths", lengths))
 
     def traced(self) -> Traced:
         """Return the trace of the mask_mod, cached until something that the mask_mod reads changes.
@@ -181,8 +202,12 @@ class BlockMask:
         )
 
     def to_flex(self) -> FlexBlockMask:
-        """Convert to `torch.nn.attention.flex_attention.BlockMask`."""
-        return self.runs.to_flex(self.mask_mod)
+        """Convert to `torch.nn.attention.flex_attention.BlockMask`, with the same batch and heads.
+
+        Raises:
+            OptionError: its lists would have more than 2**31 entries.
+        """
+        return self.runs.to_flex(self.mask_mod, self.shape[:2])
 
     @staticmethod
     def from_kv_blocks(*arguments: Any, **options: Any) -> FlexBlockMask:
@@ -230,10 +255,25 @@ class BlockMask:
         sizes = (batch, heads, new_q_len, new_kv_len)
         return create_block_mask(self.mask_mod, *sizes, self.device, self.BLOCK_SIZE)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        blank = copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+        return reduced(blank, self.mask_mod)
+
+    def __copy__(self) -> BlockMask:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"attnkit's BlockMask has no {name!r}: it holds runs, not lists of blocks; "
-            "block_mask.to_flex() is PyTorch's BlockMask"
+            "block_mask.to_flex() is PyTorch's BlockMask, and attnkit.flex.create_block_mask makes "
+            "one that has both"
         )
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 BLOCK = (128, 128)  # (query, kv) positions: the default of FlexAttention
+_MOST_LISTED = 1 << 31  # blocks in lists of blocks: 8 GiB each
 _PICTURE = " +#"  # character of each state
 
 
@@ -232,6 +233,27 @@ class BlockRuns:
             partial_t=Runs.concatenate([p.partial_t for p in parts]),
         )
 
+    def states_for(self, batch: int, heads: int) -> Tensor:
+        """Return the dense grid of states for a batch and heads that share these runs.
+
+        Args:
+            batch, heads: sizes that this object has already, or has as 1.
+
+        Returns:
+            int8 [batch, heads, q blocks, kv blocks], expanded from the grid of this object.
+
+        Raises:
+            OptionError: the grid, which lists of blocks fill, has more than 2**31 entries.
+        """
+        entries = batch * heads * self.q_blocks * self.kv_blocks
+        if entries > _MOST_LISTED:
+            raise OptionError(
+                f"lists of blocks for batch {batch}, heads {heads} and {self.q_blocks} x "
+                f"{self.kv_blocks} blocks have {entries} entries, expected at most {_MOST_LISTED}; "
+                "take larger blocks, or B=None and H=None where the mask does not read b and h"
+            )
+        return self.states().expand(batch, heads, -1, -1)
+
     def states(self) -> Tensor:
         """Return the dense grid of states.
 
@@ -287,17 +309,25 @@ class BlockRuns:
             lines.append("".join(_PICTURE[low if low == high else PARTIAL] for low, high in cells))
         return "\n".join(f"|{line}|" for line in lines)
 
-    def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> BlockMask:
+    def to_flex(
+        self,
+        mask_mod: Callable[..., Tensor] | None = None,
+        sizes: tuple[int, int] | None = None,
+    ) -> BlockMask:
         """Convert to PyTorch's BlockMask.
 
         FULL tiles that reach beyond the lengths stay full: FlexAttention checks the lengths itself.
 
         Args:
             mask_mod: the mask function that FlexAttention applies in PARTIAL tiles.
+            sizes: (batch, heads) of the result; None for those of the runs.
+
+        Raises:
+            OptionError: the lists would have more than 2**31 entries.
         """
         from torch.nn.attention import flex_attention
 
-        states = self.states()
+        states = self.states_for(*(sizes or (self.batch, self.heads)))
         lists = [_block_lists(states == kind) for kind in (PARTIAL, FULL)]
         return flex_attention.BlockMask.from_kv_blocks(
             *lists[0],

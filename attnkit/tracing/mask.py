@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.errors import ArgumentError, OptionError
+from attnkit.errors import ArgumentError, FunctionError, OptionError
 from attnkit.tracing.axes import Axes, as_axes, joined, shift_tables
 from attnkit.tracing.mask_lengths import Lengths, as_lengths, intersect
+from attnkit.tracing.pickling import Recorded, picklable
 from attnkit.tracing.shift import check_shift, checked_label, may_precede, shift_text, shifted
 from attnkit.util.arguments import index_instead, shown
 
@@ -26,7 +27,7 @@ Frame: TypeAlias = Literal["", "common", "separate"]
 _SIGNS = {"and": "&", "or": "|", "xor": "^"}
 
 
-class Mask:
+class Mask(Recorded):
     """Wraps a mask_mod so that it combines with other masks by `&`, `|`, `^` and `~`.
 
     A `Mask` is itself a mask_mod: pass it wherever attnkit or FlexAttention accepts one. One of the
@@ -72,7 +73,7 @@ class Mask:
     ~causal() | prefix(128)
     """
 
-    __slots__ = ("__weakref__", "axes", "frame", "function", "label", "lengths", "op", "parts")
+    __slots__ = ("axes", "frame", "function", "lengths", "op", "parts")
 
     def __init__(
         self,
@@ -84,10 +85,11 @@ class Mask:
         frame: Frame = "",
     ) -> None:
         if not callable(function):
-            raise ArgumentError(
+            raise FunctionError(
                 f"a mask must be a function mask_mod(b, h, q, kv), got {type(function).__name__}"
                 f"{index_instead(function)}"
             )
+        self.call = None
         self.function: MaskMod | None = function
         self.label: str = checked_label(label, function)
         self.op = ""
@@ -105,7 +107,7 @@ class Mask:
         if op != "not":  # `a | b | c` has three parts: nested parts would exceed Python's stack
             masks = tuple(x for m in masks for x in (m.parts if m.op == op else (m,)))
         whole = cls.__new__(cls)
-        whole.function, whole.op, whole.parts = None, op, masks
+        whole.call, whole.function, whole.op, whole.parts = None, None, op, masks
         labels = [f"({m.label})" if m.op not in ("", "not", op) else m.label for m in masks]
         whole.label = f"~{labels[0]}" if op == "not" else f" {_SIGNS[op]} ".join(labels)
         whole.lengths = common
@@ -150,6 +152,7 @@ class Mask:
     def __invert__(self) -> Mask:
         return self.parts[0] if self.op == "not" else Mask._join("not", self)
 
+    @picklable
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> Mask:
         """Return this mask with `q` added to query positions and `kv` added to kv positions.
 
@@ -230,6 +233,7 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
     return Mask._join("or", *mask_mods) if mask_mods else ~Mask(noop_mask)
 
 
+@picklable
 def per_head(masks: Sequence[MaskMod]) -> Mask:
     """Return a mask that applies `masks[h]` to query head h.
 
@@ -249,6 +253,7 @@ def per_head(masks: Sequence[MaskMod]) -> Mask:
     return _per("head", masks)
 
 
+@picklable
 def per_batch(masks: Sequence[MaskMod]) -> Mask:
     """Return a mask that applies `masks[b]` to batch entry b.
 
@@ -348,6 +353,10 @@ def _shifted_lengths(mask: Mask, q: int | Tensor | None, kv: int | Tensor | None
     )
 
 
-def noop_mask(b: Any, h: Any, q: Any, kv: Any) -> bool:
-    """Keep every score. This is the mask_mod of attention without a mask."""
-    return True
+def noop_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Keep every score. This is the mask_mod of attention without a mask.
+
+    Returns:
+        A bool tensor of shape []; True where `b` is a number.
+    """
+    return b.new_ones((), dtype=torch.bool) if hasattr(b, "new_ones") else True

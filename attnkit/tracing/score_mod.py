@@ -9,10 +9,11 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError
 from attnkit.tracing.axes import Axes, as_axes, shift_tables
+from attnkit.tracing.pickling import Recorded, picklable
 from attnkit.tracing.shift import check_shift, checked_label, shift_text, shifted
 
 
-class ScoreMod:
+class ScoreMod(Recorded):
     """Wraps a score_mod with a label and a description of the axes of its tables.
 
     A `ScoreMod` is itself a score_mod: pass it wherever attnkit or FlexAttention accepts one. The
@@ -43,7 +44,7 @@ class ScoreMod:
     slopes()
     """
 
-    __slots__ = ("__weakref__", "axes", "function", "label")
+    __slots__ = ("axes", "function")
 
     def __init__(
         self, function: Callable[..., Any], label: str | None = None, *, axes: Sequence[Axes] = ()
@@ -53,7 +54,8 @@ class ScoreMod:
                 "score_mod must be a function score_mod(score, b, h, q, kv), got "
                 f"{type(function).__name__}"
             )
-        self.function = function
+        self.call = None
+        self.function: Callable[..., Any] = function
         self.label: str = checked_label(label, function)
         self.axes: tuple[Axes, ...] = as_axes(
             axes, function.axes if isinstance(function, ScoreMod) else ()
@@ -62,6 +64,7 @@ class ScoreMod:
     def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.function(score, b, h, q, kv)
 
+    @picklable
     def shift(self, q: int | Tensor | None = None, kv: int | Tensor | None = None) -> ScoreMod:
         """Return this score_mod with `q` added to query positions and `kv` added to kv positions.
 

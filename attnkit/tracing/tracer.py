@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnkit.errors import DTypeError, TraceError
+from attnkit.errors import ArityError, DTypeError, TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node
 from attnkit.graph.simplify import cast
@@ -140,7 +140,7 @@ def _check_arity(function: Callable[..., Any], kind: Kind) -> None:
             str(p.replace(default=p.empty, annotation=p.empty))
             for p in parameters.parameters.values()
         )
-        raise TraceError(
+        raise ArityError(
             f"{_name_of(function)}({shown_names}) cannot be called as {signature}: {error}. "
             + _advice(function, kind)
         ) from None

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from attnkit.errors import (
     ArgumentError,
+    ConflictError,
     DeviceError,
     DTypeError,
     OptionError,
+    RankError,
     ShapeError,
     UnsupportedError,
 )
@@ -31,6 +33,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 MAX_LENGTH = 2**31 - 1  # positions are int32
+MAX_FLOAT = torch.finfo(torch.float32).max
 
 # FlexAttention's kernel options. Those that tune its Triton kernels do not change results; the plan
 # notes that they are ignored. BLOCK_M and BLOCK_N set the tile sizes if the mask is a function.
@@ -41,6 +44,9 @@ TUNING_OPTIONS = (
     "waves_per_eu BACKEND num_consumer_groups num_buffers_warp_spec"
 ).split()
 
+
+# Values of the option BACKEND. All of them mean that attnkit chooses.
+BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 # The type of `kernel_options`, for annotations.
 FlexKernelOptions: TypeAlias = dict[str, Any]
@@ -64,7 +70,8 @@ class AuxOutput(NamedTuple):
     Both have shape [B, Hq, Sq] and dtype float32 (float64 for float64 inputs).
 
     Attributes:
-        lse: log-sum-exp of each row, -inf for a fully masked row; differentiable.
+        lse: log-sum-exp of each row, -inf (the sink, if there is one) for a fully masked row;
+            differentiable.
         max_scores: largest score of each row, -inf for a fully masked row; not differentiable.
     """
 
@@ -103,7 +110,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 f"{name} has layout {t.layout}; expected a dense tensor: {name}.to_dense()"
             )
         if t.ndim != 4:
-            raise ShapeError(
+            raise RankError(
                 f"{name} must have 4 dimensions [batch, heads, length, head dim], got shape "
                 f"{tuple(t.shape)}; tensor[None] adds a dimension of size 1"
             )
@@ -173,11 +180,68 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: Any) -> None:
         )
 
 
+def check_sink(sink: Any, query: Tensor) -> None:
+    """Check the attention sink of a call, a tensor [Hq] or None; `query` has been checked.
+
+    Raises:
+        ArgumentError: `sink` is not a dense tensor, or its storage is too small.
+        ShapeError: its shape is not [Hq].
+        DTypeError: its dtype is not float32, nor float64 as that of the query.
+        DeviceError: it is on another device than the query.
+    """
+    if sink is None:
+        return
+    heads = query.shape[1]
+    if not isinstance(sink, Tensor):
+        raise ArgumentError(
+            f"sink must be a tensor [{heads}] of one logit per query head or None, got "
+            f"{shown(sink)}; for one number in all heads: torch.full(({heads},), number)"
+        )
+    refuse_functional("sink", sink)
+    if sink.is_nested or sink.layout != torch.strided or type(sink).__name__ == "DTensor":
+        got = f"{sink.layout}; pass sink.to_dense()"
+        if type(sink).__name__ == "DTensor":
+            got = "a DTensor; pass the sinks of the heads of this rank: sink.to_local()"
+        elif sink.is_nested:
+            got = "a nested tensor"
+        raise ArgumentError(f"sink must be a dense tensor [{heads}], got {got}")
+    if tuple(sink.shape) != (heads,):
+        raise ShapeError(
+            f"sink has shape {tuple(sink.shape)}; expected ({heads},), one logit for each of the "
+            f"{heads} query heads. {_sink_hint(tuple(sink.shape), heads)}"
+        )
+    if sink.dtype not in (torch.float32, query.dtype) or sink.dtype in DTYPES[:2]:
+        expected = "float32 or float64" if query.dtype == torch.float64 else "float32"
+        raise DTypeError(
+            f"sink has dtype {sink.dtype}; expected {expected} with a query of "
+            f"{query.dtype}: pass sink.float()"
+        )
+    if sink.device != query.device:
+        raise DeviceError(
+            f"sink is on {sink.device}, query is on {query.device}; move it with "
+            f"sink.to({str(query.device)!r})"
+        )
+    if lacks_memory(sink):
+        raise ArgumentError(
+            "sink has a storage that is smaller than the tensor, as after "
+            "`untyped_storage().resize_(0)`; allocate the storage before the call"
+        )
+
+
+def _sink_hint(shape: tuple[int, ...], heads: int) -> str:
+    """Return what to write instead of a sink of a wrong shape."""
+    if math.prod(shape) == heads:
+        return "Pass sink.flatten()"
+    if math.prod(shape) == 1:
+        return f"It is not broadcast: pass sink.expand({heads})"
+    return "A term that also depends on the batch element or the row belongs into score_mod"
+
+
 def check_scale(scale: Any, width: int) -> float:
     """Check the softmax scale and return it; None gives 1 / sqrt(`width`).
 
     Raises:
-        OptionError: `scale` is not a finite number.
+        OptionError: `scale` is not a number in the range of float32.
     """
     if scale is None:
         return 1 / math.sqrt(width)
@@ -186,8 +250,10 @@ def check_scale(scale: Any, width: int) -> float:
             f"scale must be a number or None, got {shown(scale)}; a scale that "
             "is a tensor belongs into score_mod, where it also gets its gradient"
         )
-    if not math.isfinite(scale):
+    if isinstance(scale, float) and not math.isfinite(scale):
         raise OptionError(f"scale must be finite, got {scale}")
+    if abs(scale) > MAX_FLOAT:
+        raise OptionError(f"scale must be finite as a float32, got {shown(scale)}")
     return float(scale)
 
 
@@ -231,7 +297,8 @@ def check_options(
     Raises:
         ArgumentError: `options` is not a dict.
         OptionError: an option is unknown (the message suggests a known name), or a tile size is
-            not a positive int.
+            not a positive int, or BACKEND has another value than FlexAttention's.
+        ConflictError: BACKEND and FORCE_USE_FLEX_ATTENTION are both given.
     """
     if options is None:
         return default, ()
@@ -250,7 +317,24 @@ def check_options(
             sizes[BLOCK_OPTIONS.index(name)] = check_size(f"kernel_options[{name!r}]", value)
         else:
             notes.append(f"kernel_options[{name!r}] tunes FlexAttention's own kernels: not used")
+    _check_backend(options)
     return (sizes[0], sizes[1]), tuple(notes)
+
+
+def _check_backend(options: Mapping[str, Any]) -> None:
+    if "BACKEND" not in options:
+        return
+    if options.get("FORCE_USE_FLEX_ATTENTION", False):
+        raise ConflictError(
+            "kernel_options has BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND replaces; drop "
+            "FORCE_USE_FLEX_ATTENTION"
+        )
+    backend = options["BACKEND"]
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise OptionError(
+            f"kernel_options['BACKEND'] must be one of {', '.join(BACKENDS)}, got {shown(backend)}; "
+            "attnkit's own backends are the argument `backend`"
+        )
 
 
 def check_size(name: str, value: Any) -> int:

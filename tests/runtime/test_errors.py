@@ -41,6 +41,11 @@ def call(query: Any = None, key: Any = None, value: Any = None, *rest: Any, **op
     return flex_attention(query, key, value, *rest, **options)
 
 
+def emptied(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return q >= kv
 
@@ -52,6 +57,62 @@ def same(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 META = torch.zeros(8, device="meta")
 
 CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
+    "sink is a number": (
+        lambda: call(sink=0.5),
+        ArgumentError,
+        "sink must be a tensor [4] of one logit per query head or None, got 0.5; for one number in "
+        "all heads: torch.full((4,), number)",
+    ),
+    "sink of a wrong shape": (
+        lambda: call(sink=t(3)),
+        ShapeError,
+        "sink has shape (3,); expected (4,), one logit for each of the 4 query heads. A term that "
+        "also depends on the batch element or the row belongs into score_mod",
+    ),
+    "sink of one number": (
+        lambda: call(sink=t(1)),
+        ShapeError,
+        "sink has shape (1,); expected (4,), one logit for each of the 4 query heads. It is not "
+        "broadcast: pass sink.expand(4)",
+    ),
+    "sink with more axes": (
+        lambda: call(sink=t(1, 4, 1, 1)),
+        ShapeError,
+        "sink has shape (1, 4, 1, 1); expected (4,), one logit for each of the 4 query heads. Pass "
+        "sink.flatten()",
+    ),
+    "sink of a wrong dtype": (
+        lambda: call(sink=t(4, dtype=torch.bfloat16)),
+        DTypeError,
+        "sink has dtype torch.bfloat16; expected float32 with a query of torch.float32: pass "
+        "sink.float()",
+    ),
+    "sink in float64": (
+        lambda: call(sink=t(4, dtype=torch.float64)),
+        DTypeError,
+        "sink has dtype torch.float64; expected float32 with a query of torch.float32: pass "
+        "sink.float()",
+    ),
+    "sink on another device": (
+        lambda: call(sink=t(4, device="meta")),
+        DeviceError,
+        "sink is on meta, query is on cpu; move it with sink.to('cpu')",
+    ),
+    "sink is sparse": (
+        lambda: call(sink=t(4).to_sparse()),
+        ArgumentError,
+        "sink must be a dense tensor [4], got torch.sparse_coo; pass sink.to_dense()",
+    ),
+    "sink is nested": (
+        lambda: call(sink=torch.nested.nested_tensor([t(2), t(2)])),
+        ArgumentError,
+        "sink must be a dense tensor [4], got a nested tensor",
+    ),
+    "sink without a storage": (
+        lambda: call(sink=emptied(t(4))),
+        ArgumentError,
+        "sink has a storage that is smaller than the tensor",
+    ),
     "not a tensor": (
         lambda: call([1.0]),
         ArgumentError,
@@ -136,6 +197,8 @@ CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
     ),
     "enable_gqa": (lambda: call(enable_gqa=1), OptionError, "enable_gqa must be True or False"),
     "scale inf": (lambda: call(scale=math.inf), OptionError, "scale must be finite, got inf"),
+    "scale large": (lambda: call(scale=1e308), OptionError, "finite as a float32, got 1e+308"),
+    "scale larger": (lambda: call(scale=10**400), OptionError, "finite as a float32, got 1000"),
     "scale nan": (lambda: call(scale=math.nan), OptionError, "scale must be finite, got nan"),
     "scale tensor": (
         lambda: call(scale=torch.tensor(0.1)),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -125,7 +125,6 @@ SIZE = st.one_of(st.integers(1, 70), st.sampled_from([16, 32, 64, 80, 112, 128, 
 
 
 @given(example=compositions(), block=st.tuples(SIZE, SIZE), side=st.integers(1, 9))
-@settings(max_examples=150)
 def test_compositions_of_three(example: Example, block: tuple[int, int], side: int) -> None:
     traced = trace(example.mask, "mask")
     try:

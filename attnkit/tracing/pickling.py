@@ -1,0 +1,250 @@
+"""Make masks and score_mods picklable: a mask that a function built is pickled as a call of it.
+
+A mask of the library is a closure, which `pickle` cannot store. `picklable` decorates the function
+that builds it and records the call, so that a pickle holds the name of that function and its
+arguments, and loading it calls the function again. Pickles therefore survive changes of the code.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from attnkit.errors import ArgumentError, PicklingError
+
+P = ParamSpec("P")
+T = TypeVar("T", bound="Recorded")
+
+
+class Call(NamedTuple):
+    """Holds the call of a function that built a mask or a score_mod."""
+
+    build: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorded:
+    """Base class of `Mask` and `ScoreMod`, which pickle and copy by the call that built them.
+
+    Attributes:
+        call: the recorded call of a function that `picklable` decorates; None for another object,
+            which is pickled by its attributes.
+    """
+
+    __slots__ = ("__weakref__", "call", "label")
+
+    call: Call | None
+    function: Callable[..., Any] | None
+    label: str
+
+    @property
+    def __name__(self) -> str:
+        """Return the label; as a function's name it may be assigned."""
+        return self.label
+
+    @__name__.setter
+    def __name__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise ArgumentError(f"__name__ must be a str, got {type(name).__name__}")
+        self.label = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.call is not None:
+            return rebuild, tuple(self.call), (None, {"label": self.label})
+        blank = copyreg.__newobj__, (type(self),), (None, self._slots())  # type: ignore[attr-defined]
+        return reduced(blank, self.function)
+
+    def __copy__(self: T) -> T:
+        return self._filled(self._slots())
+
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
+        if self.call is not None:
+            other = cast(T, rebuild(*copy.deepcopy(self.call, memo)))
+            other.label = self.label
+            return other
+        return self._filled({name: copy.deepcopy(v, memo) for name, v in self._slots().items()})
+
+    def _filled(self: T, slots: dict[str, Any]) -> T:
+        other = type(self).__new__(type(self))
+        for name, value in slots.items():
+            setattr(other, name, value)
+        return other
+
+    def _slots(self) -> dict[str, Any]:
+        """Return the attributes of the object, those of a subclass too."""
+        found = dict(getattr(self, "__dict__", {}))
+        for cls in type(self).__mro__:
+            for name in getattr(cls, "__slots__", ()):
+                if name not in ("__weakref__", "__dict__") and hasattr(self, name):
+                    found[name] = getattr(self, name)
+        return found
+
+
+@overload
+def picklable(build: Callable[P, T], /) -> Callable[P, T]: ...
+
+
+@overload
+def picklable(*copies: str) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+def picklable(*copies: Any) -> Any:
+    """Make the masks or score_mods that a function builds picklable, as a decorator.
+
+    A closure cannot be pickled. The decorator records the call that built it. A pickle holds the
+    name of the function and its arguments, and loading it calls the function again. `copy.deepcopy`
+    calls it with copied arguments, so that the copy of a module reads the parameters of the copy.
+
+    Use it as `@picklable`, or as `@picklable("lengths")` with the names of the tensors whose data
+    the function reads while it builds the mask. Of those the record keeps a copy, because a later
+    edit of them does not change the mask. The other arguments are kept as they are.
+
+    Args:
+        copies: the decorated function; or names of its arguments.
+
+    Returns:
+        The function with the record; or the decorator.
+
+    Raises:
+        ArgumentError: the decorated object is no function, or has no argument of that name.
+
+    >>> import copy
+    >>> from attnkit import Mask, picklable
+    >>> @picklable
+    ... def every(n):
+    ...     return Mask(lambda b, h, q, kv: kv % n == 0, f"every({n})")
+    >>> copy.deepcopy(every(3))
+    every(3)
+    """
+    if len(copies) == 1 and callable(copies[0]):
+        return _recording(copies[0], ())
+    if not all(isinstance(name, str) for name in copies):
+        raise ArgumentError(
+            "picklable decorates a function, or takes names of its arguments, got "
+            f"{', '.join(type(c).__name__ for c in copies)}"
+        )
+    return lambda build: _recording(build, copies)
+
+
+def _recording(build: Callable[P, T], copies: Sequence[str]) -> Callable[P, T]:
+    """Return `build` with a record of each call; `copies` are the names of copied arguments."""
+    name = getattr(build, "__name__", type(build).__name__)
+    if isinstance(build, type):
+        raise ArgumentError(f"picklable decorates a function, got the class {name}")
+    signature = inspect.signature(build)
+    missing = [copied for copied in copies if copied not in signature.parameters]
+    if missing:
+        raise ArgumentError(f"{name} has no argument {missing[0]!r}, which picklable names")
+
+    @functools.wraps(build)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            return build(*args, **kwargs)
+        result = build(*args, **kwargs)
+        if isinstance(result, Recorded):  # a function of the caller may return something else
+            if copies:
+                bound = signature.bind(*args, **kwargs)
+                bound.arguments |= {
+                    name: _copied(bound.arguments[name])
+                    for name in copies
+                    if name in bound.arguments
+                }
+                args, kwargs = bound.args, bound.kwargs  # type: ignore[assignment]
+            result.call = Call(recorded, _kept(args), _kept(kwargs))
+        return result
+
+    return recorded
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of lists and dicts, which the caller may edit; other values unchanged."""
+    if type(value) in (list, tuple):
+        return type(value)([_kept(item) for item in value])
+    if type(value) is dict:
+        return {name: _kept(item) for name, item in value.items()}
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def reduced(parts: tuple[Any, ...], *functions: Any) -> tuple[Any, ...]:
+    """Return `parts`, the result of a `__reduce__`, if `pickle` can store the functions in it.
+
+    Raises:
+        PicklingError: a function is a lambda or was defined inside another function.
+    """
+    try:
+        for function in functions:
+            check_picklable(function)
+    except PicklingError as error:
+        if threading.current_thread().name != "QueueFeederThread":
+            raise
+        # multiprocessing.Queue pickles in a thread. An error there is lost, and the receiver (a
+        # DataLoader, for example) would wait for ever. So the receiver gets the error instead.
+        return refuse, (str(error),)
+    return parts
+
+
+def rebuild(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat a recorded call; pickles name this function."""
+    return build(*args, **kwargs)
+
+
+def refuse(message: str) -> None:
+    """Raise the error of an object that another process could not pickle; pickles name it.
+
+    Raises:
+        PicklingError: always.
+    """
+    raise PicklingError(message)
+
+
+def check_picklable(function: Any) -> None:
+    """Raise an error if `pickle` cannot store a function, because it has no name to import.
+
+    Raises:
+        PicklingError: the function is a lambda or was defined inside another function.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # a bound method
+    if not isinstance(function, types.FunctionType) or _importable(function) or _stores_code():
+        return
+    code = function.__code__
+    raise PicklingError(
+        f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno}) cannot be pickled: it "
+        "is a lambda or a function inside of a function, which another process cannot import. "
+        "Define it at the top level of a module, or as a class with __call__; or decorate the "
+        "function of a module that builds the mask or score_mod with @attnkit.picklable"
+    )
+
+
+def _importable(function: types.FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__ or "")
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _stores_code() -> bool:
+    """Return whether the pickler that called is one that stores functions by their code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        parts = str(frame.f_globals.get("__name__")).split(".")
+        if parts[0] not in ("attnkit", "pickle", "copyreg"):
+            return not {"cloudpickle", "dill"}.isdisjoint(parts)
+        frame = frame.f_back
+    return False
