@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 import attnkit
-from attnkit import masks, testing
+from attnkit import flex, masks, testing
 from attnkit.cli import main
 from attnkit.inspection import picture, summary
 
@@ -60,6 +60,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "kernel_options": ("object",),
     "return_aux": ("object",),
     "backend": TEXT,
+    "sink": TENSOR,
 }
 MASKED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mask_mod", "mod_fn", "mask", "function"), MASK),
@@ -102,6 +103,7 @@ def _flex_arguments() -> dict[str, Any]:
         "return_aux": None,
         "backend": "auto",
         "deterministic": False,
+        "sink": torch.randn(2, requires_grad=True),
     }
 
 
@@ -119,6 +121,24 @@ def _block_mask(arguments: Mapping[str, Any]) -> None:
     mask.to_flex()
     repr(mask)
     attnkit.flex_attention(*(torch.zeros(2, 2, n, 8) for n in mask.seq_lengths[:1]), *_pair(mask))
+
+
+def _flex_block_mask(arguments: Mapping[str, Any]) -> None:
+    mask = flex.create_block_mask(**arguments)
+    assert mask.sparsity() <= 100
+    assert mask.as_tuple()
+    assert mask._adjust(16, 16).kv_indices.numel()
+    repr(mask)
+
+
+def _drop_in_arguments() -> dict[str, Any]:
+    return {**_flex_arguments(), "scale": torch.tensor(0.5)}
+
+
+def _flex_attend(arguments: Mapping[str, Any]) -> None:
+    outputs = [t for t in _tensors_of(flex.flex_attention(**arguments)) if t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
 def _pair(mask: Any) -> tuple[Tensor, Tensor, None, Any]:
@@ -357,6 +377,15 @@ SUBJECTS: dict[str, Subject] = {
     "flex_attention": Subject(_attend, _flex_arguments, KINDS),
     "flex_attention, functions": Subject(
         _functions, lambda: {"score_mod": halve, "block_mask": causal}, KINDS
+    ),
+    "flex.flex_attention": Subject(_flex_attend, _drop_in_arguments, KINDS),
+    "flex.create_block_mask": Subject(
+        _flex_block_mask,
+        lambda: (
+            {"mask_mod": causal, "B": 2, "H": 2, "Q_LEN": 32, "KV_LEN": 32, "device": "cpu"}
+            | {"BLOCK_SIZE": 16, "compute_dq_write_order": False, "dq_kv_order": True}
+        ),
+        KINDS,
     ),
     "create_mask": Subject(
         lambda a: attnkit.create_mask(**a),
