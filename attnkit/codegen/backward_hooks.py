@@ -6,27 +6,27 @@ kernels use. Its methods are plain Python that runs while a kernel is traced.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cutlass import Int32, select_
-
-from attnkit.codegen.emit_cute import LOAD_INDICES, clamped, emit
+from attnkit.codegen.block_loads import BlockLoads, reads_by_row_and_column
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
+from attnkit.codegen.learned_indices import LearnedIndices, slots
 from attnkit.codegen.load_indices import LoadIndices
-from attnkit.codegen.score_form import score_form, unscaled
-from attnkit.codegen.staged_emitter import Element, Stages, Values
+from attnkit.codegen.score_form import score_form, split_row, unscaled
+from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
-from attnkit.graph.simplify import build
+from attnkit.graph.learned_loads import learned_loads, unit_gradient
 from attnkit.graph.staging import Level, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
 
 
-class GraphBackward(GraphForward):
+class GraphBackward(GraphForward, LearnedIndices):
     """Backward hooks: emit the score_mod, its derivative, the mask, captured tensors' gradients.
 
     Args:
@@ -40,17 +40,24 @@ class GraphBackward(GraphForward):
             FULL blocks.
         positive: whether the softmax scale is above 0.
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
+        row_sums: whether the kernel sums gradients times scores over rows, see
+            `graph.learned_loads`.
         large: numbers of captured tensors whose gradient has offsets of more than 31 bits.
         indices: which loads wrap negative indices, and which are clamped.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
-        gradient_levels: for each load with a gradient, the staging level of its index, at least
-            `Level.HEAD`.
+        gradient_levels: for each load whose gradient is summed score by score, the staging level of
+            its index, at least `Level.HEAD`.
+        row_factors: whether the factor of a row is left out of the gradients that are multiplied
+            by K, see `graph.learned_loads`.
         gradient_slots: for each load with a gradient, the number of its tensor among the tensors
             that need a gradient.
         gradient_repeats: for each load with a gradient, whether several scores of a row or of a
             diagonal may read the same element, see `index_repeats`. False for `large` tensors.
+        gradient_by_block: for each load with a gradient, whether it may read one element per column
+            in all rows of a q block, see `block_loads`. It does so where all rows have the same
+            `row_values`.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
             `distance_term`. This requires that the derivative of the score_mod is 1.
@@ -66,26 +73,22 @@ class GraphBackward(GraphForward):
         lists_override_mask: bool = False,
         positive: bool = True,
         needs_grad: Sequence[bool] = (),
+        row_sums: bool = False,
         large: Collection[int] = (),
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
-        loads: tuple[tuple[Node, Node], ...] = ()
-        dscore = arg("grad")
-        if root is not None:
-            derivative = adjoint(root)
-            dscore = derivative.dscore
-            learned = [i for i, need in enumerate(needs_grad) if need]
-            loads = tuple((n, c) for n, c in derivative.loads if int(str(n.attr)) in learned)
-            self.gradient_slots = tuple(learned.index(int(str(n.attr))) for n, _ in loads)
-        else:
-            self.gradient_slots = ()
-        self._loads = tuple(load for load, _ in loads)
-        self._cotangents = tuple(unscaled(c) for _, c in loads)
+        dscore = arg("grad") if root is None else adjoint(root).dscore
+        learned = learned_loads(root, needs_grad, row_sums)
+        self._loads = tuple(load for load, _ in learned.scores)
+        self.gradient_slots = slots(self._loads, needs_grad)
+        self._cotangents = tuple(unscaled(c) for _, c in learned.scores)
+        self.row_factors = bool(learned.factors)
         self._dscore = unscaled(dscore)
-        self._slope = unscaled(_with_unit_gradient(dscore))
+        self._slope = unscaled(unit_gradient(dscore))
         self.has_derivative = self._slope is not _ONE
         # with a derivative of the score_mod, no registers are left for a separate distance term
         form = score_form(root, separate_distance=not self.has_derivative)
+        _, form = split_row(form)  # the preprocess subtracts these terms from the LSE
         super().__init__(
             form,
             mask,
@@ -117,6 +120,13 @@ class GraphBackward(GraphForward):
         scored = [*parts, self._slope] if self.has_derivative else parts
         self._score = Stages(scored, indices)
         self._adjoint = Stages(adjoints, indices)
+        self._block_loads = BlockLoads(
+            (*self._score.roots, *self._adjoint.roots), indices, reads_by_row_and_column
+        )
+        self.gradient_by_block: tuple[bool, ...] = tuple(
+            repeats and load in self._block_loads.loads
+            for load, repeats in zip(self._loads, self.gradient_repeats, strict=True)
+        )
         self.loads_per_score = any(
             n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
             for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
@@ -148,6 +158,21 @@ class GraphBackward(GraphForward):
             for values, at in zip(super().columns(site, head, kv, masked), kv, strict=True)
         ]
 
+    def row_values(self, site: Any, q: Any) -> Values:
+        """Emit the values of row `q` on which the loads of `block_values` depend."""
+        scores, _ = self._tensors(site)
+        return self._block_loads.row_values(site, scores, q)
+
+    def block_values(self, site: Any, q: Any, columns: Columns) -> list[dict[Node, Any]]:
+        """Emit, for each column, the loads of a q block whose rows have equal `row_values`.
+
+        Args:
+            site, columns: see `templates.common.hooks`.
+            q: position of one of the rows.
+        """
+        scores, _ = self._tensors(site)
+        return [self._block_loads.values(site, scores, q, kv) for kv, *_ in columns]
+
     def score_and_derivative(
         self,
         site: Any,
@@ -157,6 +182,7 @@ class GraphBackward(GraphForward):
         places: Sequence[Any],
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
+        known: Sequence[Mapping[Node, Any]] | None = None,
     ) -> tuple[list[Any], list[Any] | None]:
         """Emit the modified score x, as in the forward, and the derivative of the score_mod.
 
@@ -166,12 +192,13 @@ class GraphBackward(GraphForward):
             steps: for each element, a number that identifies its q - kv. Elements with equal steps
                 have equal q - kv.
             shared: step -> values that depend on q - kv alone. The values of new steps are added.
+            known: what `block_values` returned, if the rows have equal `row_values`.
 
         Returns:
             x of each element; and the derivatives with respect to the score, None if all are 1.
         """
         scores, _ = self._tensors(site)
-        elements = [_element(rows, columns, r, j, 0, s) for r, j, s in places]
+        elements = [_element(rows, columns, r, j, 0, s, known=known) for r, j, s in places]
         if steps is not None and shared is not None:
             elements = [replace(e, step=at) for e, at in zip(elements, steps, strict=True)]
             new = [e for e in elements if e.step not in shared]
@@ -183,7 +210,13 @@ class GraphBackward(GraphForward):
         return self._combine(columns, places, values), slopes
 
     def dscore(
-        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
+        self,
+        site: Any,
+        head: Values,
+        rows: Rows,
+        columns: Columns,
+        places: Sequence[Any],
+        known: Sequence[Mapping[Node, Any]] | None = None,
     ) -> tuple[list[Any], list[list[Any]], list[list[Any]]]:
         """Emit the gradients of the scores q . k * scale, and of the value of each learned load.
 
@@ -192,6 +225,7 @@ class GraphBackward(GraphForward):
         Args:
             site, head, rows, columns: see `templates.common.hooks`.
             places: (row, column, score q . k, gradient of the modified score) of each element.
+            known: what `block_values` returned, if the rows have equal `row_values`.
 
         Returns:
             The gradient of each score; for each learned load a list of one gradient per element;
@@ -199,9 +233,9 @@ class GraphBackward(GraphForward):
             is empty if its index is not computed here.
         """
         scores, _ = self._tensors(site)
-        elements = [_element(rows, columns, r, j, 3, s, g) for r, j, s, g in places]
+        elements = [_element(rows, columns, r, j, 3, s, g, known) for r, j, s, g in places]
         values = self._adjoint.elements(site, scores, head[4], elements, {})
-        loads = len(self._loads)
+        loads = len(self.gradient_levels)
         grads = [[v[1 + i] for v in values] for i in range(loads)]
         indices, at = [], 1 + loads
         for count in self._staged_indices:
@@ -209,48 +243,24 @@ class GraphBackward(GraphForward):
             at += count
         return [v[0] for v in values], grads, indices
 
-    def gradient_index(
-        self,
-        i: int,
-        site: Any,
-        shape: Sequence[Any],
-        q: Any,
-        kv: Any,
-        known: Sequence[Any] | None = None,
-    ) -> tuple[Any, ...]:
-        """Emit the index, one Int32 per axis, at which learned load `i` reads its tensor.
-
-        The kernel adds the gradient of the load at the same index.
+    def row_slope(self, site: Any, head: Values, row: Values) -> Any:
+        """Emit the derivative of the score_mod in a row, if it depends on the row alone.
 
         Args:
-            i: number of the load.
-            site: see `templates.common.hooks`.
-            shape: shape of the tensor. A negative index counts from the end of its axis.
-            q, kv: positions; None if the index does not depend on them.
-            known: the values of the index, from `dscore`; None to compute them.
+            site, head: see `templates.common.hooks`.
+            row: values of the row, from the hook `row`.
         """
-        load, values = self._loads[i], known
-        if values is None:
-            scores, _ = self._tensors(site)
-            env = {"b": site.b, "h": site.h, "scale": site.scale}
-            env |= {} if q is None else {"q": q}
-            env |= {} if kv is None else {"kv": kv}
-            values = emit(load.args, env, scores, fast=True, indices=self.indices)
-        zero = Int32(0)
-        if not values:
-            return (zero,)  # a number: a tensor of shape (1,)
-        places = [
-            select_(Int32(at) < zero, Int32(at) + Int32(size), Int32(at))
-            for at, size in zip(values, shape, strict=True)
-        ]
-        if load in self.indices.clamp:
-            places = [clamped(*part) for part in zip(load.args, places, shape, strict=True)]
-        return tuple(places)
+        scores, _ = self._tensors(site)
+        memo = dict(zip(self._score.nodes_at(Level.HEAD), head[0], strict=True))
+        memo.update(zip(self._score.nodes_at(Level.ROW), row[0], strict=True))
+        env = head_arguments(site, (self._slope,))
+        return emit([self._slope], env, scores, fast=True, indices=self.indices, memo=memo)[0]
 
 
 def _element(
-    rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None
-) -> Element:
+    rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any, grad: Any = None,
+    known: Sequence[Mapping[Node, Any]] | None = None,
+) -> Element:  # fmt: skip
     """Build the `Element` in row `r` and column `j` of the thread.
 
     Args:
@@ -258,22 +268,9 @@ def _element(
         r, j: index of the row, index of the column.
         part: index among the values of a row or a column: 0 for the score, 3 for the adjoint.
         score, grad: score q . k, and gradient of the modified score.
+        known: values of loads in each column, see `GraphBackward.block_values`.
     """
     q, row = rows[r]
     kv, _, column = columns[j]
-    return Element(q, kv, row[part], column[part], None, score, grad)
-
-
-def _with_unit_gradient(dscore: Node) -> Node:
-    """Return the derivative of the score_mod: `dscore` with `grad` = 1, simplified."""
-    mapping: dict[Node, Node] = {}
-    for n in ir.topo(dscore):
-        if n is arg("grad"):
-            mapping[n] = _ONE
-        elif not n.args or all(mapping[a] is a for a in n.args):
-            mapping[n] = n
-        elif n.op in ("load", "cast", "round"):
-            mapping[n] = ir.substitute(n, {a: mapping[a] for a in n.args})
-        else:
-            mapping[n] = build(n.op, *(mapping[a] for a in n.args))
-    return mapping[dscore]
+    values = None if known is None else known[j]
+    return Element(q, kv, row[part], column[part], None, score, grad, values)

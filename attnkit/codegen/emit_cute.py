@@ -71,7 +71,7 @@ def emit(
         elif n.op == "const":
             values[n] = _lift(n.type, n.attr)
         elif n.op == "load":
-            wraps = indices.wrap is None or n in indices.wrap
+            wraps = indices.wraps(n)
             index = args if wraps else [_wide(i, values) for i in n.args]
             values[n] = _load(n, index, tensors, wraps, n in indices.clamp)
         else:
@@ -254,6 +254,19 @@ def _round(n: Node, a: Value) -> Value:
     return Float32({"float16": Float16, "bfloat16": BFloat16}[str(n.attr)](a))
 
 
+def _round_on_host(n: Node, a: Value) -> Value:
+    """Round to bfloat16 in integers.
+
+    On a processor without such an instruction, LLVM would call `__truncsfbf2`, which is not linked.
+    """
+    if str(n.attr) != "bfloat16":
+        return _round(n, a)
+    bits = Int32(arith.bitcast(Int32.mlir_type, a.ir_value()))
+    even = bits + Int32(0x7FFF) + ((bits >> 16) & Int32(1))  # ties to even
+    rounded = arith.bitcast(Float32.mlir_type, (even & Int32(-0x10000)).ir_value())
+    return select(a == a, Float32(rounded), a)
+
+
 def _math(name: str, **options: bool) -> Emit:
     """Return an `Emit` that calls the function `name` of `cute.math` with `options`."""
     return lambda n, *args: getattr(cute.math, name)(*args, **options)
@@ -292,7 +305,7 @@ _EXACT: dict[str, Emit] = {
     "cos": _math("cos"),
     "erf": lambda n, a: emit_cute_math.erf(a),
     "floor": _math("floor"),
-    "round": _round,
+    "round": _round_on_host,
     "and": lambda n, a, b: a & b,
     "or": lambda n, a, b: a | b,
     "xor": lambda n, a, b: a ^ b,
@@ -338,6 +351,7 @@ def _fast_pow(n: Node, a: Value, b: Value) -> Value:
 # log1p and erf stay exact because people call them for accuracy near 0.
 _FAST: dict[str, Emit] = {
     **_EXACT,
+    "round": _round,
     "min": _fast_min,
     "max": _fast_max,
     "div": _fast_div,

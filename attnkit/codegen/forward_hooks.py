@@ -6,11 +6,12 @@ kernels use. Its methods are plain Python that runs while a kernel is traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cutlass import Float32
 
+from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
@@ -36,6 +37,7 @@ class GraphForward:
         scores: number of captured tensors of the score. The tensors of the mask follow them.
         lists_override_mask: whether block lists override the mask, so that it is not applied to
             FULL blocks.
+        sink: whether the last captured tensor is an attention sink [Hq].
         positive: whether the softmax scale is above 0.
         indices: which loads wrap negative indices, and which are clamped.
     """
@@ -48,17 +50,21 @@ class GraphForward:
         *,
         scores: int,
         lists_override_mask: bool = False,
+        sink: bool = False,
         positive: bool = True,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
         self.lists_override_mask = lists_override_mask
         self.has_mask = mask is not None
+        self.has_sink = sink
         self.intervals = None if ends is None else len(ends)
         self.only_scales = form.plain and positive
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
+        self._group_loads = BlockLoads(parts, indices, reads_by_group)
+        self._column_group = min((column_group(n) for n in self._group_loads.loads), default=1)
         self._mask_stages = Stages([mask] if mask is not None and ends is None else [], indices)
         self.ignores_score = form.factor is None and (
             form.bias is None or "score" not in ir.reads(form.bias)
@@ -123,10 +129,27 @@ class GraphForward:
     def relatives(
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any]
     ) -> Any:
-        """Emit the values that depend on q - kv alone; return them by step, for `score`."""
+        """Emit the values that several scores share, for `score`.
+
+        Returns:
+            The values that depend on q - kv alone, by step; and the loads that read one element for
+            a group of columns, by `_group`.
+        """
         scores, _ = self._tensors(site)
         elements = [_element(site, rows, columns, r, j, 0) for r, j in places]
-        return self._score.relatives(site, scores, head[0], elements)
+        values = self._score.relatives(site, scores, head[0], elements)
+        loads: dict[Any, Mapping[Node, Any]] = {}
+        for r, j in places:
+            group = self._group(site, r, j)
+            if group is not None and group not in loads:
+                q, kv = rows[r][0], columns[j][0]
+                loads[group] = self._group_loads.values(site, scores, q, kv)
+        return values, loads
+
+    def _group(self, site: Any, r: int, j: int) -> tuple[int, int] | None:
+        """Return the row and group of columns whose scores read the same elements; None if none."""
+        width = min(self._column_group, site.column_group)
+        return (r, site.steps[1][j] // width) if width >= 8 else None
 
     def score(
         self,
@@ -139,8 +162,12 @@ class GraphForward:
     ) -> list[Any]:
         """Emit the modified score x of each element in `places`, see `score_form`."""
         scores, _ = self._tensors(site)
-        elements = [_element(site, rows, columns, r, j, 0, s) for r, j, s in places]
-        values = self._score.elements(site, scores, head[0], elements, relatives)
+        distances, loads = relatives
+        elements = [
+            _element(site, rows, columns, r, j, 0, s, loads.get(self._group(site, r, j)))
+            for r, j, s in places
+        ]
+        values = self._score.elements(site, scores, head[0], elements, distances)
         return self._combine(columns, places, values)
 
     def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
@@ -189,10 +216,15 @@ class GraphForward:
         """Return the term that the kernel adds to the LSE of a row after the softmax, or None."""
         return row[2]
 
+    def sink(self, tensors: Sequence[Any], h: Any) -> Any:
+        """Return the attention sink of head `h`, the last captured tensor, or None."""
+        return tensors[-1][h] if self.has_sink else None
+
 
 def _element(
-    site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None
-) -> Element:
+    site: Any, rows: Rows, columns: Columns, r: int, j: int, part: int, score: Any = None,
+    known: Mapping[Node, Any] | None = None,
+) -> Element:  # fmt: skip
     """Build the `Element` in row `r` and column `j` of the thread.
 
     Args:
@@ -200,9 +232,10 @@ def _element(
         r, j: index of the row, index of the column.
         part: index among the values of a row or a column: 0 for the score, 1 for the mask.
         score: score q . k.
+        known: values of loads that other elements share.
     """
     q, row = rows[r]
     kv, _, column = columns[j]
     steps = site.steps
     step = None if steps is None else steps[0][r] - steps[1][j]
-    return Element(q, kv, row[part], column[part], step, score)
+    return Element(q, kv, row[part], column[part], step, score, known=known)

@@ -30,11 +30,26 @@ class LoadIndices:
     wrap: frozenset[Node] | None = None
     clamp: frozenset[Node] = frozenset()
 
+    def wraps(self, load: Node) -> bool:
+        """Return whether an index of `load` may be negative, and then counts from the end."""
+        return self.wrap is None or load in self.wrap
+
     def flags(self, nodes: Iterable[Node]) -> list[tuple[bool, bool]]:
         """Return (whether it wraps, whether it is clamped) for each load among `nodes`."""
-        return [
-            (self.wrap is None or n in self.wrap, n in self.clamp) for n in nodes if n.op == "load"
-        ]
+        return [(self.wraps(n), n in self.clamp) for n in nodes if n.op == "load"]
+
+
+def wrapping_unless_tables(roots: Iterable[Node]) -> frozenset[Node] | None:
+    """Return `LoadIndices.wrap` of a kernel that wraps the indices of all loads but of tables.
+
+    The index of a table by distance, q - kv + kv_last, is never negative.
+
+    Returns:
+        None, for all loads, if `roots` read no table.
+    """
+    loads = [n for n in ir.topo(*roots) if n.op == "load"]
+    wrap = frozenset(n for n in loads if "kv_last" not in ir.reads(*n.args))
+    return None if len(wrap) == len(loads) else wrap
 
 
 def data_bound(

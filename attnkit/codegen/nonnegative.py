@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from attnkit.graph import ir
-from attnkit.graph.ir import BOOL, I32, Node
+from attnkit.graph.ir import BOOL, I32, Node, arg
 
 Range: TypeAlias = tuple[int, int] | None
 
@@ -54,6 +54,8 @@ def _range(n: Node, ranges: Mapping[Node, Range], sizes: Mapping[str, int]) -> R
         return None
     if n.op == "const":
         return int(str(n.attr)), int(str(n.attr))
+    if n is arg("kv_last"):
+        return sizes["kv"] - 1, sizes["kv"] - 1
     if n.op == "arg":
         return 0, sizes[str(n.attr)] - 1
     if n.op == "load":

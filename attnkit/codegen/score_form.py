@@ -78,7 +78,7 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
     slopes: list[Node] = []
     distances: list[Node] = []
     biases: list[Node] = []
-    for term in _terms(root, 1):
+    for term in terms(root):
         names = ir.reads(term)
         slope = None if "score" in names else kv_slope(term)
         if "score" in names:
@@ -92,28 +92,41 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
             rows.append(term)
         else:
             biases.append(term)
-    core = _sum(cores) or const(0.0)
+    core = sum_of(cores) or const(0.0)
     split = linear(core)
     log2e = const(LOG2E)
     if split is not None:
         factor: Node | None = build("mul", SCALE, _scaled(split.factor, log2e))
         if split.bias is not const(0.0):
             biases.append(split.bias)
-        total = _sum(biases)
+        total = sum_of(biases)
         ceiling = None
     else:
         factor = None
-        total = _sum([unscaled(core), *biases])
+        total = sum_of([unscaled(core), *biases])
         reach = None if biases or slopes or distances else _reach(core)
         ceiling = None if reach is None else max(map(abs, reach)) * LOG2E
     return ScoreForm(
         factor,
         None if total is None else _scaled(total, log2e),
-        _mapped(_sum(slopes), log2e),
-        _sum(rows),
+        _mapped(sum_of(slopes), log2e),
+        sum_of(rows),
         ceiling,
-        _mapped(_sum(distances), log2e),
+        _mapped(sum_of(distances), log2e),
     )
+
+
+def split_row(form: ScoreForm) -> tuple[Node | None, ScoreForm]:
+    """Split the terms of `form.row` that are known in their row from those that depend on an origin.
+
+    Returns:
+        The sum of the terms that depend on q and the head alone, None for 0; and the form without
+        them.
+    """
+    parts = () if form.row is None else tuple(terms(form.row))
+    known = [n for n in parts if ir.reads(n) <= _ROW]
+    rest = [n for n in parts if n not in known]
+    return sum_of(known), form._replace(row=sum_of(rest))
 
 
 def _positive(factor: Node | None) -> bool:
@@ -128,20 +141,21 @@ def _mapped(n: Node | None, by: Node) -> Node | None:
     return None if n is None else _scaled(n, by)
 
 
-def _terms(n: Node, sign: int) -> Iterable[Node]:
+def terms(n: Node, sign: int = 1) -> Iterable[Node]:
     """Yield the nonzero terms of a float sum, each multiplied by `sign` (1 or -1)."""
     if n.type == F32 and n.op in ("add", "sub"):
-        yield from _terms(n.args[0], sign)
-        yield from _terms(n.args[1], sign if n.op == "add" else -sign)
+        yield from terms(n.args[0], sign)
+        yield from terms(n.args[1], sign if n.op == "add" else -sign)
     elif n.op == "neg" and n.type == F32:
-        yield from _terms(n.args[0], -sign)
+        yield from terms(n.args[0], -sign)
     elif n.op != "const" or float(str(n.attr)) != 0.0:
         yield n if sign > 0 else build("neg", n)
 
 
-def _sum(terms: list[Node]) -> Node | None:
+def sum_of(parts: list[Node]) -> Node | None:
+    """Return the sum of expressions; None if there are none."""
     total: Node | None = None
-    for n in terms:
+    for n in parts:
         total = n if total is None else build("add", total, n)
     return total
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit
 from attnkit.codegen.load_indices import LoadIndices
+from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, hoisted
 
@@ -30,6 +31,7 @@ class Element:
             q - kv. None if not known.
         score: q . k; None if not needed.
         grad: gradient of the modified score, for adjoints; None if not needed.
+        known: values of further sub-expressions, by node; None if there are none.
     """
 
     q: Any
@@ -39,6 +41,20 @@ class Element:
     step: Key = None
     score: Any = None
     grad: Any = None
+    known: Mapping[Node, Any] | None = None
+
+
+def head_arguments(site: Any, roots: Sequence[Node]) -> dict[str, Any]:
+    """Return the arguments of `roots` that are known for a whole tile, by name.
+
+    Args:
+        site: position of the tile, see `templates.common.hooks.Site`.
+        roots: expressions.
+    """
+    env = {"b": site.b, "h": site.h, "scale": site.scale}
+    if "kv_last" in ir.reads(*roots):  # an operation, so only where it is needed
+        env["kv_last"] = site.kv_len - 1
+    return env
 
 
 class Stages:
@@ -64,17 +80,17 @@ class Stages:
 
     def head(self, site: Any, tensors: Sequence[Any]) -> Values:
         """Emit the values that depend on the head alone; called once per tile."""
-        env = {"b": site.b, "h": site.h, "scale": site.scale}
+        env = head_arguments(site, self.roots)
         return tuple(self._emit(self._nodes[Level.HEAD], env, tensors, {}))
 
     def row(self, site: Any, tensors: Sequence[Any], head: Values, q: Any) -> Values:
         """Emit the values that depend on row `q` and the head."""
-        env = {"b": site.b, "h": site.h, "scale": site.scale, "q": q}
+        env = head_arguments(site, self.roots) | {"q": q}
         return tuple(self._emit(self._nodes[Level.ROW], env, tensors, self._memo(head)))
 
     def column(self, site: Any, tensors: Sequence[Any], head: Values, kv: Any) -> Values:
         """Emit the values that depend on column `kv` and the head."""
-        env = {"b": site.b, "h": site.h, "scale": site.scale, "kv": kv}
+        env = head_arguments(site, self.roots) | {"kv": kv}
         return tuple(self._emit(self._nodes[Level.COLUMN], env, tensors, self._memo(head)))
 
     def relatives(
@@ -122,11 +138,12 @@ class Stages:
                 env["score"] = e.score
             if e.grad is not None:
                 env["grad"] = e.grad
+            memo.update(e.known or {})
             values.append(self._emit(self.roots, env, tensors, memo))
         return values
 
     def _positions(self, site: Any, e: Element) -> dict[str, Any]:
-        return {"b": site.b, "h": site.h, "scale": site.scale, "q": e.q, "kv": e.kv}
+        return head_arguments(site, self.roots) | {"q": e.q, "kv": e.kv}
 
     def _memo(self, head: Values) -> dict[Node, Any]:
         return dict(zip(self._nodes[Level.HEAD], head, strict=True))

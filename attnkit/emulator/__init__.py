@@ -20,7 +20,7 @@ from attnkit.emulator.faults import (
     UnknownOpcode,
 )
 from attnkit.emulator.launchables import Executable, Ptx, compile
-from attnkit.emulator.machine.global_memory import Undefined, restore, snapshot
+from attnkit.emulator.machine.global_memory import Pointers, Undefined, restore, snapshot
 from attnkit.emulator.ptx.wgmma_fences import missing_fences
 from attnkit.emulator.timing.replay import Constants
 from attnkit.emulator.timing.timeline import Timeline, timeline
@@ -34,6 +34,7 @@ __all__ = [
     "Finding",
     "KernelFault",
     "Place",
+    "Pointers",
     "Ptx",
     "PtxError",
     "Report",

@@ -85,7 +85,8 @@ def run(
 
     Args:
         target: an `Executable` or `Ptx`.
-        args: numpy arrays or torch CPU tensors, and numbers; `Undefined(x)` marks an output.
+        args: numpy arrays or torch CPU tensors, and numbers; `Undefined(x)` marks an output,
+            `Pointers(x, targets)` an array of addresses.
         mode: "eager" (asynchronous work completes at once), "adversarial" (it completes as late as
             the barriers allow, and warps run in random order), or "race" (eager, with detection of
             races by happens-before).

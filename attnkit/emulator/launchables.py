@@ -14,7 +14,7 @@ import numpy as np
 from attnkit.emulator.execution.generated_kernel import GeneratedKernel
 from attnkit.emulator.host.arguments import pack_all
 from attnkit.emulator.host.host_function import Captured, HostFunction, host_function
-from attnkit.emulator.machine.global_memory import GlobalMemory, Undefined
+from attnkit.emulator.machine.global_memory import GlobalMemory, Pointers, Undefined
 from attnkit.emulator.ptx.kernel import PtxKernel
 from attnkit.emulator.ptx.parser import parse
 from attnkit.errors import ArgumentError, OptionError
@@ -118,6 +118,9 @@ def _parameter(a: Any, size: int, memory: GlobalMemory, name: str) -> bytes:
         out = struct.pack("<f" if size == 4 else "<d", a)
     elif isinstance(a, int | np.integer):
         out = (int(a) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    elif isinstance(a, Pointers):
+        a.add_targets(name, memory)
+        out = struct.pack("<Q", memory.add(name, a.array))
     elif isinstance(a, Undefined):
         out = struct.pack("<Q", memory.add(name, a.array, undefined=True))
     else:

@@ -121,7 +121,7 @@ def evaluate(
         BoundsError: a checked load leaves its tensor.
     """
     values = {} if memo is None else memo
-    kinds = {F32: dtype, I32: torch.int32, BOOL: torch.bool}
+    kinds = kinds_of(dtype)
     for n in ir.topo(*roots):
         if n in values:
             continue
@@ -139,14 +139,30 @@ def evaluate(
             if clamps:
                 args = clamped(n, args, tensor.shape)
             value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
-        elif n.op == "cast":
-            value = args[0].to(kinds[n.type])
-        elif n.op == "round":
-            value = args[0].to(getattr(torch, str(n.attr))).to(dtype)
         else:
-            value = _OPS[n.op](*args)
+            value = apply(n, args, dtype)
         values[n] = value
     return [values[r] for r in roots]
+
+
+def kinds_of(dtype: torch.dtype) -> dict[ir.Type, torch.dtype]:
+    """Return the dtype of each type of the graph, given that of its f32."""
+    return {F32: dtype, I32: torch.int32, BOOL: torch.bool}
+
+
+def apply(n: Node, args: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Apply the operation of a node that is no leaf to the values of its arguments.
+
+    Args:
+        n: the node.
+        args: values of its arguments.
+        dtype: dtype of the graph's f32.
+    """
+    if n.op == "cast":
+        return args[0].to(kinds_of(dtype)[n.type])
+    if n.op == "round":
+        return args[0].to(getattr(torch, str(n.attr))).to(dtype)
+    return _OPS[n.op](*args)
 
 
 def clamped(n: Node, index: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:

@@ -21,9 +21,10 @@ I32: Type = "i32"
 F32: Type = "f32"  # the compute dtype: float32, or float64 where the query is float64
 BOOL: Type = "bool"
 
-# The arguments of a user's function; `grad`, the cotangent of a score in adjoint graphs; and
-# `scale`, the softmax scale in the forms that kernels compute, where `score` is q . k without the
-# scale.
+# The arguments of a user's function; `grad`, the cotangent of a score in adjoint graphs; `scale`,
+# the softmax scale in the forms that kernels compute, where `score` is q . k without the scale; and
+# `kv_last`, the position of the last key, which is added to q - kv in the index of a table by
+# distance.
 ARG_TYPES: dict[str, Type] = {
     "score": F32,
     "scale": F32,
@@ -32,6 +33,7 @@ ARG_TYPES: dict[str, Type] = {
     "q": I32,
     "kv": I32,
     "grad": F32,
+    "kv_last": I32,
 }
 
 # op -> (argument types, result type). Letters: "i", "f", "b" are i32, f32 and bool; "T" is any

@@ -33,7 +33,7 @@ class Level(StrEnum):
     ELEMENT = "element"  # q and kv in any other way, the score or its gradient
 
 
-_HEAD = frozenset({"b", "h", "scale"})
+_HEAD = frozenset({"b", "h", "scale", "kv_last"})
 _READS = {Level.HEAD: _HEAD, Level.ROW: _HEAD | {"q"}, Level.COLUMN: _HEAD | {"kv"}}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnkit.codegen.distance_tables import distance_tables
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
@@ -38,7 +39,9 @@ from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.intervals.normal_form import find_intervals
 from attnkit.splice import Program
 from attnkit.splice.backward import backward_block, first_writer_report
+from attnkit.splice.distance_calls import LEAST_SCORES, has_tables, with_tables
 from attnkit.splice.forward import forward_block, layout_of
+from attnkit.splice.kept_distances import CallSizes
 from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
@@ -104,11 +107,25 @@ class Explanation:
             if traced is not None:
                 parts.append(f"{traced.kind}:\n{_indent(stage(traced.root).table(traced.names))}")
         if self.score is not None:
+            tables = distance_tables(self.score.root)
+            if tables is not None:
+                text = tables.describe(self.score.names)
+                parts.append(f"{self._tables_note}:\n{_indent(text)}")
             split = linear(self.score.root)
             if split is not None:
                 factor, bias = (ir.formula(n, self.score.names) for n in (split.factor, split.bias))
                 parts.append(f"linear in the score: factor {factor}, bias {bias}")
         return "\n".join(parts) or "nothing to compute"
+
+    @property
+    def _has_tables(self) -> bool:
+        return has_tables(CallSizes(*self.lengths))
+
+    @property
+    def _tables_note(self) -> str:
+        """Say when GPU kernels read tables by distance."""
+        note = "tables that torch computes before a GPU kernel, once per distance"
+        return note if self._has_tables else f"{note}, from {LEAST_SCORES} scores on"
 
     @property
     def tiles(self) -> str:
@@ -180,10 +197,11 @@ class Explanation:
 
     @property
     def _program(self) -> Program:
-        return Program(
+        program = Program(
             None if self.score is None else self.score.root,
             lists_override_mask=self.lists_override_mask,
         )
+        return with_tables(program) if self._has_tables else program
 
     @functools.cached_property
     def _kernel(self) -> tuple[tuple[int, int], str]:
@@ -201,7 +219,12 @@ class Explanation:
         """
         (variant, target), (block, _) = self._subject, self._kernel
         return forward_block_clocks(
-            variant, target, head_dim=self.head_dim, dtype=self.dtype, block=block
+            variant,
+            target,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            block=block,
+            tables=self._has_tables,
         )
 
     @functools.cached_property
@@ -211,7 +234,12 @@ class Explanation:
         block = backward_block(self.plan.template, self._program, dims, self._tiles)
         variant, target = self._subject
         return backward_block_clocks(
-            variant, target, head_dim=self.head_dim, dtype=self.dtype, block=block
+            variant,
+            target,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            block=block,
+            tables=self._has_tables,
         )
 
     @property

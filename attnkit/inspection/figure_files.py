@@ -41,6 +41,7 @@ def write(target: Path, draw: Callable[[], Figure], instead: str) -> Path:
         The path.
 
     Raises:
+        ArgumentError: the file cannot be written.
         UnsupportedError: matplotlib is not installed.
     """
     try:
@@ -52,5 +53,11 @@ def write(target: Path, draw: Callable[[], Figure], instead: str) -> Path:
         ) from None
     with matplotlib.rc_context({"svg.hashsalt": "attnkit", "font.size": 8.0}):
         metadata = {"Date": None} if target.suffix == ".svg" else {"Software": None}
-        draw().savefig(target, dpi=160, metadata=metadata)
+        figure = draw()
+        try:
+            figure.savefig(target, dpi=160, metadata=metadata)
+        except OSError as error:
+            raise ArgumentError(
+                f"path must name a file that can be written, got {str(target)!r}: {error.strerror}"
+            ) from error
     return target

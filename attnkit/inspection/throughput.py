@@ -32,6 +32,7 @@ from attnkit.splice import (
     run_forward,
 )
 from attnkit.splice.backward import backward_block
+from attnkit.splice.distance_calls import with_tables
 from attnkit.splice.forward import forward_block
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def forward_block_clocks(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
+    tables: bool = True,
 ) -> BlockClocks:
     """Predict the clocks of a variant's forward kernel, for one head.
 
@@ -120,14 +122,15 @@ def forward_block_clocks(
         dtype: of query, key and value.
         block: rows and columns of the kernel's blocks, see `splice.forward.forward_block`; None for
             the blocks that are chosen for long sequences with few masked blocks.
+        tables: whether expressions of q - kv are tables, as they are for long sequences.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
     """
     plan = _plan(variant, target, head_dim, dtype)
     if block is None:
-        block, _ = forward_block(plan.template, _program(variant), (head_dim, head_dim))
-    return _block_clocks(_Forward(plan.template, block, head_dim, dtype), variant, target)
+        block, _ = forward_block(plan.template, _program(variant, tables), (head_dim, head_dim))
+    return _block_clocks(_Forward(plan.template, block, head_dim, dtype, tables), variant, target)
 
 
 def backward_block_clocks(
@@ -137,6 +140,7 @@ def backward_block_clocks(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] | None = None,
+    tables: bool = True,
 ) -> BlockClocks:
     """Predict the clocks of the main kernel of a variant's backward, for one head.
 
@@ -146,16 +150,17 @@ def backward_block_clocks(
         variant, target, head_dim, dtype: see `forward_block_clocks`.
         block: rows and columns of the kernel's blocks, see `splice.backward.backward_block`; None
             for the blocks that it chooses without the mask's tiles.
+        tables: see `forward_block_clocks`.
 
     Raises:
         UnsupportedError: there is no such kernel for the variant, or it cannot be emulated here.
     """
     plan = _plan(variant, target, head_dim, dtype)
     if block is None:
-        block = backward_block(plan.template, _program(variant), (head_dim, head_dim))
+        block = backward_block(plan.template, _program(variant, tables), (head_dim, head_dim))
     if block is None:
         raise UnsupportedError(f"the backward for {target.arch} takes no head dim of {head_dim}")
-    return _block_clocks(_Backward(plan.template, block, head_dim, dtype), variant, target)
+    return _block_clocks(_Backward(plan.template, block, head_dim, dtype, tables), variant, target)
 
 
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
@@ -166,9 +171,10 @@ def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -
     return choose(f"emulate:{target.arch}", device="cpu", call=call)
 
 
-def _program(variant: Variant) -> Program:
+def _program(variant: Variant, tables: bool) -> Program:
     score, _ = variant.trace(torch.device("cpu"))
-    return Program(None if score is None else score.root)
+    program = Program(None if score is None else score.root)
+    return with_tables(program) if tables else program
 
 
 def _block_clocks(run: _Run, variant: Variant, target: Target) -> BlockClocks:
@@ -206,12 +212,14 @@ class _Run(ABC):
         template: name of the plan's template.
         block: rows and columns of a block.
         head_dim, dtype: of query, key and value.
+        tables: whether expressions of q - kv are tables.
     """
 
     template: str
     block: tuple[int, int]
     head_dim: int
     dtype: torch.dtype
+    tables: bool
 
     @property
     def lists_override_mask(self) -> bool:
@@ -243,7 +251,7 @@ class _Run(ABC):
         states = torch.full((1, 1, rows, columns), state, dtype=torch.int8)
         runs = BlockRuns.from_states(states, lengths[0], lengths[1], self.block)
         program = dataclasses.replace(bound.program, lists_override_mask=self.lists_override_mask)
-        call = KernelCall(self.template, program, runs)
+        call = KernelCall(self.template, program, runs, tables=self.tables)
         captured = Captured(
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),

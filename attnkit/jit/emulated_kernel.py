@@ -7,7 +7,7 @@ of new tensors, and counters that the previous launch has used.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnkit.jit import emulation
 from attnkit.jit.abi import misplaced
 from attnkit.jit.artifact import Source
-from attnkit.jit.emulator_runs import Undefined, run_emulated
+from attnkit.jit.emulator_runs import Pointers, Undefined, run_emulated
 from attnkit.jit.kernel import kernel
 from attnkit.jit.relaunch import Relaunch
 
@@ -33,6 +33,8 @@ class EmulatedKernel:
         outputs: indices of the arguments that must not be read before the kernel has written them.
         counters: index of the argument with the work counters, which are zero before and after a
             launch; None if the kernel has no counters.
+        pointers: maps the index of an argument that holds addresses to a function that returns the
+            tensors to which they point.
     """
 
     source: Source
@@ -40,6 +42,7 @@ class EmulatedKernel:
     roles: Mapping[str, Iterable[int]] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     counters: int | None = None
+    pointers: Mapping[int, Callable[[], Sequence[Tensor]]] = field(default_factory=dict)
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel in the emulator, in the mode of the current emulation session.
@@ -61,6 +64,8 @@ class EmulatedKernel:
         self._check(counters, "finds")
         for i in self.outputs:
             values[i] = Undefined(values[i])
+        for i, targets in self.pointers.items():
+            values[i] = Pointers(values[i], targets())
         clean = False
         try:
             code = kernel(self.source, lines=emulation.with_lines())

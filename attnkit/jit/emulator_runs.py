@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from attnkit import emulator
-from attnkit.emulator import Timeline, Undefined, picture
+from attnkit.emulator import Pointers, Timeline, Undefined, picture
 from attnkit.emulator.host.host_function import Captured, compiler
 from attnkit.emulator.machine.global_memory import GlobalMemory
 from attnkit.emulator.timing.cycles import busy, rates_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Emulatable",
+    "Pointers",
     "Timeline",
     "Undefined",
     "busy",

@@ -31,6 +31,7 @@ def flex_attention(
     return_aux: AuxRequest | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    sink: Tensor | None = None,
 ) -> Any:
     """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
@@ -70,6 +71,11 @@ def flex_attention(
         deterministic: whether the same inputs must give the same bits, also in the backward.
             torch.use_deterministic_algorithms has the same effect. The cpu and eager backends are
             always deterministic on a CPU.
+        sink: [Hq] float32 (or float64 for float64 inputs), an attention sink: one more logit per
+            row in the denominator of the softmax, without a value vector. It is in the units of
+            the modified scores, so that `scale` does not apply to it, and is differentiable. The
+            LSE includes it, the max scores do not. A fully masked row has output 0 and the sink
+            as its LSE. A sink of -inf changes nothing.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -99,6 +105,7 @@ def flex_attention(
             return_lse,
             backend,
             deterministic,
+            sink,
         )
         if relaunched is not None:
             return relaunched
@@ -119,6 +126,7 @@ def flex_attention(
         return_aux,
         backend,
         deterministic,
+        sink,
     )
     if compiling:
         return symbolic.run_compiled(call)

@@ -59,19 +59,19 @@ class TracedVariant:
         """
         tensors: list[Tensor] = []
         names: list[str] = []
+        slots: tuple[int, ...] = ()
         if self.score is not None:
             slots = data_slots(self.score.root, float64_slots(self.score.tensors))
             tensors += [self.score.tensors[i] for i in slots]
             names += [self.score.names[i] for i in slots]
         lists = self.block_lists_data()
-        start = len(tensors)
         tensors += lists
         names += LISTS[: len(lists)]
         if self.mask is not None:
             tensors += self.mask.tensors
             names += self.mask.names
         states = [settled_state_of(t) for t in tensors]
-        return DataGuard(states, names, range(start, start + len(lists)))
+        return DataGuard(states, names, slots, len(lists))
 
     def block_lists_data(self) -> tuple[Tensor, ...]:
         """Return the block lists of PyTorch's BlockMask; () for another mask."""

@@ -19,6 +19,7 @@ from attnkit.util.arguments import (
     check_flag,
     check_options,
     check_scale,
+    check_sink,
     check_tensors,
 )
 
@@ -56,6 +57,7 @@ class AttentionCall:
     return_aux: AuxRequest | None = None
     backend: str = "auto"
     deterministic: bool = False
+    sink: Tensor | None = None
 
     def check(self) -> CallSettings:
         """Validate all arguments except the functions, which `bind.trace` validates.
@@ -65,6 +67,7 @@ class AttentionCall:
                 see `flex_attention`.
         """
         check_tensors(self.query, self.key, self.value, self.enable_gqa)
+        check_sink(self.sink, self.query)
         scale = check_scale(self.scale, self.query.shape[-1])
         aux = check_aux(self.return_lse, self.return_aux)
         check_flag("deterministic", self.deterministic)
@@ -79,10 +82,14 @@ class AttentionCall:
     def inputs(self, captured: Captured) -> ForwardInputs:
         """Build the `ForwardInputs` of the call from its tensors, its scale and `captured`.
 
+        The sink, if there is one, is appended to the score's captured tensors.
+
         Raises:
             OptionError: `scale` is not a finite number.
         """
         scale = check_scale(self.scale, self.query.shape[-1])
+        if self.sink is not None:
+            captured = Captured((*captured.scores, self.sink), captured.masks)
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
     def results(self, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> Any:

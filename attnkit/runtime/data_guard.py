@@ -1,9 +1,10 @@
 """Detect edits of captured data after tiles and bounds proofs were derived from it.
 
 On the CPU, `DataState` compares the data before every use. On a GPU, such a comparison would have
-to synchronize. Instead a small kernel runs before the kernels of the call, on the same stream and
-in the same CUDA graph. It compares fingerprints and reports a difference through host memory. The
-next call reads the report and raises `StaleDataError`.
+to synchronize. Instead the kernels of the call compare fingerprints beside their own work, and
+report a difference through host memory. The next call reads the report and raises `StaleDataError`.
+For kernels and data that cannot, a small kernel does so before the kernels of the call, on the same
+stream and in the same CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from attnkit.errors import StaleDataError
 from attnkit.splice import fingerprint_check
+from attnkit.splice.data_check import DataCheck, check_table, is_dense
 from attnkit.splice.fingerprint_check import FingerprintCheck, stale_report
+from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.util.data_state import (
     DataState,
     compare_on_devices,
     data_digest,
-    invalidate,
+    invalidate_storage,
     setting,
 )
 from attnkit.util.torch_private import is_stream_capturing
@@ -44,24 +47,30 @@ class DataGuard:
     Attributes:
         states: the state of each tensor's data when the call was prepared.
         names: names of the tensors, for messages.
-        on_gpu: whether `check` has to run before the kernels of the call.
+        on_gpu: whether the device compares data. False if version counters are trusted.
         device: the GPU on which data was last compared; None if none was.
     """
 
     def __init__(
-        self, states: Sequence[DataState], names: Sequence[str], lists: range = range(0)
+        self,
+        states: Sequence[DataState],
+        names: Sequence[str],
+        score_slots: Sequence[int] = (),
+        lists: int = 0,
     ) -> None:
         """Create a guard from states that were recorded before the data was used.
 
         Args:
-            states: states of captured tensors and block lists.
+            states: states of tensors of the score, of block lists, then of all tensors of the mask.
             names: names of the tensors.
-            lists: positions of the block lists, which a backward does not read.
+            score_slots: position of each tensor of the score among those that the score captures.
+            lists: number of the block lists, which a backward does not read.
         """
         self.states = tuple(states)
         self.names = tuple(names)
-        self.on_gpu = any(s.expected is not None for s in self.states)
-        self._lists = lists
+        self.on_gpu = not setting.trusts and any(s.expected is not None for s in self.states)
+        self._score_slots = tuple(score_slots)
+        self._lists = range(len(score_slots), len(score_slots) + lists)
         self.device: torch.device | None = None
         self._check: FingerprintCheck | None = None
         self._backward_check: FingerprintCheck | None = None
@@ -79,8 +88,8 @@ class DataGuard:
     def check(self) -> None:
         """Launch the comparison of GPU data with its fingerprints on the current stream.
 
-        Call this before the kernels of a call for which `holds` is true. A later `raise_if_stale`
-        reports a difference.
+        Call this before the kernels of a call for which `holds` is true, unless they compare the
+        data themselves (`kernel_check`). A later `raise_if_stale` reports a difference.
         """
         if self.on_gpu and not setting.trusts:
             check = self._check
@@ -88,10 +97,32 @@ class DataGuard:
                 check = self._check = self._new_check(range(0))
             self._launch(check)
 
-    def check_backward(self) -> None:
-        """Check that the data is the same in a backward as in its forward.
+    def kernel_check(self, device: torch.device, *, masked: bool) -> DataCheck | None:
+        """Return the comparisons for the kernels of a call; None if only `check` can compare.
 
-        GPU data is compared asynchronously, as by `check`.
+        Args:
+            device: device of the kernels.
+            masked: whether a backward reads the mask's tensors, so that their memory exists.
+        """
+        watched = {i: s for i, s in enumerate(self.states) if s.expected is not None}
+        if not self.on_gpu or not all(is_dense(s, device) for s in watched.values()):
+            return None
+        if is_capturing(device):  # a table cannot be copied to the device now
+            return None
+        self.device = device
+        saved = (*range(self._lists.start), *range(self._lists.stop, len(self.states) * masked))
+        forward = check_table(watched, self._number, self)
+        assert forward is not None
+        read = {i: s for i, s in watched.items() if i in saved}
+        backward = check_table(read, self._number, self)
+        return DataCheck(forward, backward, self.launch_backward)
+
+    def check_saved(self, scores: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+        """Check that the data is the same in a backward as in its forward, as far as the host can.
+
+        Args:
+            scores: tensors that the score captures, as the forward saved them.
+            masks: those of the mask; () if the mask needs no tensor.
 
         Raises:
             StaleDataError: the data has changed. Autograd itself rejects edits that raise torch's
@@ -99,21 +130,28 @@ class DataGuard:
         """
         if setting.trusts:
             return
-        for i, state in enumerate(self.states):
-            t = None if i in self._lists else state.reference()
-            if t is not None and not state.has_content_of(t):
-                raise StaleDataError(_between(self.description(i)))
-        if self.on_gpu:
+        for i, slot in enumerate(self._score_slots):
+            self._check_saved(i, scores[slot])
+        for i, t in enumerate(masks, self._lists.stop):
+            self._check_saved(i, t)
+
+    def launch_backward(self) -> None:
+        """Launch the comparison of the data that a backward reads, as `check` does."""
+        if self.on_gpu and not setting.trusts:
             if self._backward_check is None:
                 self._backward_check = self._new_check(self._lists)
             self._launch(self._backward_check)
+
+    def _check_saved(self, position: int, tensor: Tensor) -> None:
+        if not self.states[position].has_content_of(tensor):
+            raise StaleDataError(_between(self.description(position)))
 
     def _new_check(self, without: range) -> FingerprintCheck | None:
         """Build the GPU check of all states except positions `without`; None if none is needed."""
         watched = {
             i: (t, s.expected)
             for i, s in enumerate(self.states)
-            if i not in without and s.expected is not None and (t := s.reference()) is not None
+            if i not in without and s.expected is not None and (t := s.recorded()) is not None
         }
         for i in watched:
             self.states[i].wait_until_recorded()
@@ -124,11 +162,8 @@ class DataGuard:
             return
         self.device = check.device
         if check.device.type == "cuda" and is_stream_capturing():
-            from attnkit.splice.graph_capture import keep_while_replayable
-
             # the graph reads the memory at each replay, even if the caller frees the tensors
-            tensors = [t for s in self.states if (t := s.reference()) is not None]
-            memory = [t.untyped_storage() for t in tensors]
+            memory = [m for s in self.states if (m := s.storage()) is not None]
             keep_while_replayable(check.device, (self, memory))
         check()
 
@@ -154,16 +189,15 @@ class DataGuard:
 
     def description(self, position: int) -> str:
         """Return name, dtype and shape of the tensor at `position` as text for a message."""
-        t = self.states[position].reference()
-        kind = "" if t is None else f" ({t.dtype}, shape {tuple(t.shape)})"
-        return f"captured tensor {self.names[position]!r}{kind}"
+        state = self.states[position]
+        kind = f"{state.dtype}, shape {tuple(state.shape)}"
+        return f"captured tensor {self.names[position]!r} ({kind})"
 
     def forget(self) -> None:
         """Invalidate everything that was derived from the tensors."""
         for state in self.states:
-            t = state.reference()
-            if t is not None:
-                invalidate(t)
+            state.valid = False
+            invalidate_storage(state.storage_pointer())
 
 
 def _between(what: str) -> str:

@@ -17,7 +17,8 @@ def merge_states(
 
     The merged output is the mean of the two outputs, weighted by exp(LSE). It is exact up to
     rounding, for any order and any tree of merges. A part without keys (output 0, LSE -inf) does
-    not change the other part. Two parts without keys give output 0 and LSE -inf, with zero
+    not change the other part. If the rows have an attention sink, it must be in the LSE of exactly
+    one part: pass `sink` to one of the calls, or merge output 0 with the sink as LSE. Two parts without keys give output 0 and LSE -inf, with zero
     gradients. The result is differentiable in all four arguments.
 
     Args:

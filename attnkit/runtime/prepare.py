@@ -17,7 +17,14 @@ from attnkit.schedule import plan as plans
 from attnkit.schedule.plan import Plan
 from attnkit.schedule.targets import ORDERED, of_template
 from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
-from attnkit.splice import Attention, Captured, KernelCall, prepare_forward
+from attnkit.splice import (
+    Attention,
+    Captured,
+    KernelCall,
+    Program,
+    forward_checks,
+    prepare_forward,
+)
 from attnkit.util import devices
 from attnkit.util.torch_private import is_intercepted
 
@@ -62,15 +69,21 @@ def prepare(
     bound = classify(variant, unproven, query, key, plan.block)  # EMPTY, PARTIAL, FULL
     ordered = call.is_deterministic and of_template(plan.template) is not None
     template = plan.template + (ORDERED if ordered else "")
-    kernel_call = KernelCall(template, bound.program, bound.runs, settings.aux.max_scores)
+    check = None
+    if of_template(plan.template) is not None:
+        check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
+    program = replace(bound.program, sink=call.sink is not None)
+    kernel_call = KernelCall(template, program, bound.runs, settings.aux.max_scores, check=check)
     prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
+    prepared.launches_check = guard.on_gpu and not forward_checks(kernel_call)
     if plan.template == "eager":
-        prepared.attention, prepared.is_dense = _dense(bound), True
-    elif launchable and not is_intercepted(
-        (query, key, call.value, *bound.captured.scores, *bound.captured.masks)
-    ):
-        with torch.no_grad():  # schedule the tiles, compile or load the kernels
-            prepared.attention = prepare_forward(kernel_call, call.inputs(bound.captured))
+        prepared.attention, prepared.is_dense = _dense(bound, program), True
+    elif launchable:
+        inputs = call.inputs(bound.captured)
+        scores, masks = inputs.captured
+        if not is_intercepted((query, key, call.value, *scores, *masks)):
+            with torch.no_grad():  # schedule the tiles, compile or load the kernels
+                prepared.attention = prepare_forward(kernel_call, inputs)
     return Preparation(plan, bound, prepared)
 
 
@@ -139,8 +152,11 @@ def _reason_against_kernel(
     return hardware_gate.reason_against(target, device)
 
 
-def _dense(bound: Bound) -> Attention:
-    """Return a forward function that runs the dense reference on the graphs in `bound`."""
+def _dense(bound: Bound, program: Program) -> Attention:
+    """Return a forward function that runs the dense reference on the graphs in `bound`.
+
+    `program` is that of the call: it says whether the captured tensors end with a sink.
+    """
     from attnkit.runtime import reference  # which other backends do not need
 
     def attention(
@@ -150,8 +166,9 @@ def _dense(bound: Bound) -> Attention:
             mask, allowed = bound.mask, _allowed(bound, query, key)
             if allowed is not None:
                 mask = None
+            _, sink = program.split_sink(captured.scores)
             return reference.attention(
-                query, key, value, bound.score, mask, scale=scale, allowed=allowed
+                query, key, value, bound.score, mask, scale=scale, allowed=allowed, sink=sink
             )
 
     return attention

@@ -55,6 +55,7 @@ class PreparedCall:
         guard: guard of the data from which the tiles were derived.
         attention: function that runs the forward; None until it is prepared.
         is_dense: whether `attention` is the dense reference, which autograd itself differentiates.
+        launches_check: whether `guard.check` has to run before each forward.
     """
 
     kernel_call: KernelCall
@@ -62,3 +63,4 @@ class PreparedCall:
     guard: DataGuard
     attention: Attention | None = None
     is_dense: bool = False
+    launches_check: bool = False

@@ -28,6 +28,7 @@ def attention(
     *,
     scale: float | None = None,
     allowed: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> DenseResult:
     """Compute dense attention with a traced score_mod and a traced mask_mod.
 
@@ -41,11 +42,12 @@ def attention(
         scale: factor on query @ key^T; None for 1 / sqrt(D).
         allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
             too.
+        sink: [Hq], one more logit in the denominator of each row; None for none.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
-        dtype, natural logarithm. A fully masked row has output 0, LSE -inf, row maximum -inf and
-        zero gradients.
+        dtype, natural logarithm. A fully masked row has output 0, LSE -inf (the sink, if there is
+        one), row maximum -inf and zero gradients.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads = query.shape[1]
@@ -64,7 +66,8 @@ def attention(
     if allowed is not None:
         scores = torch.where(allowed, scores, -math.inf)
     shape = (*query.shape[:3], key.shape[-2])
-    return _softmax_times(scores.expand(shape), value, query.dtype)
+    logit = None if sink is None else sink.to(dtype)[:, None, None]
+    return _softmax_times(scores.expand(shape), value, query.dtype, logit)
 
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
@@ -78,16 +81,27 @@ def _keep(mask: Traced, env: dict[str, Tensor]) -> Tensor:
     return evaluate([mask.root], env, mask.tensors, dtype, checked=checked, names=mask.names)[0]
 
 
-def _softmax_times(scores: Tensor, value: Tensor, dtype: torch.dtype) -> DenseResult:
-    """Compute softmax(scores) @ value, LSE and row maxima; the output of masked rows is 0."""
+def _softmax_times(
+    scores: Tensor, value: Tensor, dtype: torch.dtype, sink: Tensor | None
+) -> DenseResult:
+    """Compute softmax(scores) @ value, LSE and row maxima; the output of masked rows is 0.
+
+    `sink` is [Hq, 1, 1] or None.
+    """
     row_max = scores.detach().amax(dim=-1, keepdim=True)
-    base = torch.where(row_max == -math.inf, 0.0, row_max)
+    top = row_max if sink is None else torch.maximum(row_max, sink.detach())
+    base = torch.where(top == -math.inf, 0.0, top)
     weights = torch.exp(scores - base)
     row_sum = weights.sum(dim=-1, keepdim=True)
-    masked = row_sum == 0
-    safe = torch.where(masked, 1.0, row_sum)
+    masked = row_sum == 0 if sink is None else row_max == -math.inf
+    total = row_sum if sink is None else row_sum + torch.exp(sink - base)
+    safe = torch.where(masked, 1.0, total)
+    # a sum over no keys is 0, whatever the sink
+    weights = weights if sink is None else weights.masked_fill(masked, 0.0)
     out = (weights / safe).to(dtype) @ value
-    lse = torch.where(masked, -math.inf, base + torch.log(safe))
+    # a row without keys has zero gradients if its LSE is -inf
+    empty = -math.inf if sink is None else torch.where(sink == -math.inf, -math.inf, sink)
+    lse = torch.where(masked, empty, base + torch.log(safe))
     return out, lse.squeeze(-1), row_max.squeeze(-1)
 
 

@@ -222,10 +222,11 @@ def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
     _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
-    ctx.guard.check_backward()
     saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
+    ctx.guard.check_saved(score_tensors, mask_tensors)
+    ctx.guard.launch_backward()
     layout, program, template, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
         *operator_tensors(grad_out, grad_lse, saved),
@@ -309,7 +310,10 @@ class _Attention(torch.autograd.Function):
         if stale_report.code[0]:
             raise_if_stale()
         if prepared.guard.states:
-            prepared.guard.check_backward()
+            scores = 5 + len(needs_grad)
+            prepared.guard.check_saved(saved[5:scores], saved[scores:])
+            if prepared.kernel_call.check is None:
+                prepared.guard.launch_backward()
         if grad_out is not None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad
@@ -333,6 +337,8 @@ def _backward_of(
     tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
     if torch.is_grad_enabled() or is_intercepted(tensors):
         _refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
+        if call.check is not None:  # the operator has no kernels that compare data
+            call.check.launch_backward()
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
@@ -367,11 +373,12 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     """
     query, key, value, scale = inputs.query, inputs.key, inputs.value, inputs.scale
     scores, masks = inputs.captured
-    prepared.guard.check()
     if prepared.is_dense:
+        prepared.guard.check()
         assert prepared.attention is not None
         return prepared.attention(query, key, value, inputs.captured, scale)
     if is_intercepted((query, key, value, *scores, *masks)):
+        prepared.guard.check()
         refuse_functional("query", query)
         _refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
@@ -390,6 +397,8 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
             call.need_max,
         )
         return out, lse, top
+    if prepared.launches_check:
+        prepared.guard.check()
     if prepared.attention is None:
         with torch.no_grad():
             prepared.attention = prepare_forward(prepared.kernel_call, inputs)

@@ -8,6 +8,7 @@ reads descriptions of kernels from `forward`, `backward` and `kernel_layout`.
 from attnkit.splice.dispatch import (
     Attention,
     backward_replay,
+    forward_checks,
     prepare_forward,
     run_backward,
     run_forward,
@@ -24,6 +25,7 @@ __all__ = [
     "Program",
     "backward_replay",
     "compute_dtype",
+    "forward_checks",
     "prepare_forward",
     "run_backward",
     "run_forward",

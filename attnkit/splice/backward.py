@@ -6,7 +6,6 @@ The parts that are specific to an architecture are in a `BackwardTemplate`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from attnkit.codegen.score_form import score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
-from attnkit.graph.staging import Level, index_level
+from attnkit.graph.staging import index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward_call, exact_sums
 from attnkit.splice.backward_call import BackwardCall
+from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
 from attnkit.splice.backward_work import scheduled
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
@@ -73,15 +73,17 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     template = backward_template(spec.target)
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
+    needs_grad = tuple(inputs.needs_grad)
+    learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths))
     case = BackwardCase(
         widths,
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
         additive=score_form(program.score).additive,
-        learned=_levels(program.score, tuple(inputs.needs_grad)),
+        learned=frozenset(index_level(load) for load, _ in learned.scores),
         lists_override_mask=program.lists_override_mask,
     )
     switches = template.switches(case)
-    light = _light(program, inputs.needs_grad)
+    light = _light(program, bool(learned.scores))
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 
@@ -109,7 +111,7 @@ def first_writer_report(
         torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta")
         for n in (q_len, kv_len)
     )
-    settings = _settings(SM90, query, key, key, False, _light(program, ()), {})
+    settings = _settings(SM90, query, key, key, False, _light(program), {})
     _, first = scheduled(retile(runs, settings.block), settings, query, key, workers)
     if isinstance(first, str):
         return f"zeros are written before: {first}"
@@ -152,27 +154,20 @@ def backward_block(
     )
     switches = settings.switches(case)
     ctas = 2 if switches.get("two_cta") else 1
-    return settings.block_q(widths, _light(program, ())), ctas * settings.block_kv(widths)
+    return settings.block_q(widths, _light(program)), ctas * settings.block_kv(widths)
 
 
 caches.register(_has_slope.cache_clear)
 
 
-@functools.lru_cache(maxsize=1024)
-def _levels(score: Node | None, needs_grad: tuple[bool, ...]) -> frozenset[Level]:
-    """Return the staging levels of the indices of all loads whose tensors need a gradient."""
-    if score is None or not any(needs_grad):
-        return frozenset()
-    loads = (load for load, _ in adjoint(score).loads)
-    return frozenset(index_level(load) for load in loads if needs_grad[int(str(load.attr))])
+def _light(program: Program, learned: bool = False) -> bool:
+    """Return whether dS = P (dP - delta) and the kernel sums no gradients of captured tensors.
 
-
-caches.register(_levels.cache_clear)
-
-
-def _light(program: Program, needs_grad: Sequence[bool]) -> bool:
-    """Return whether dS = P (dP - delta) and no captured tensor needs a gradient."""
-    return not any(needs_grad) and (program.score is None or not _has_slope(program.score))
+    Args:
+        program: the score and mask graphs.
+        learned: whether the kernel sums gradients of captured tensors.
+    """
+    return not learned and (program.score is None or not _has_slope(program.score))
 
 
 def _settings(

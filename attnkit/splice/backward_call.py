@@ -17,8 +17,14 @@ from attnkit.codegen.load_indices import data_bound
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
-from attnkit.splice import exact_sums
-from attnkit.splice.backward_sources import main_source, postprocess_source, preprocess_source
+from attnkit.splice import exact_sums, sink_gradient
+from attnkit.splice.backward_rows import row_work
+from attnkit.splice.backward_sources import (
+    RowWork,
+    main_source,
+    postprocess_source,
+    preprocess_source,
+)
 from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.backward_work import UNIT, BackwardWork, backward_work
 from attnkit.splice.captured_arguments import (
@@ -33,11 +39,13 @@ from attnkit.splice.captured_arguments import (
     tensor_kinds,
 )
 from attnkit.splice.counters import zero_counters
+from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
 from attnkit.splice.mask_intervals import Bounds, column_intervals
 from attnkit.splice.program import Program
-from attnkit.splice.replay import CallTensors, Launch, Replay, prepare_replay
+from attnkit.splice.replay import CallTensors, Launch, prepare_replay
+from attnkit.splice.sink_gradient import RepeatedBackward
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
@@ -46,6 +54,9 @@ from attnkit.util.torch_private import device_index, fast_empty_strided, stream_
 
 if TYPE_CHECKING:
     from attnkit.jit.emulated_kernel import EmulatedKernel
+
+
+_CHECKS = 7  # index of the preprocess kernel's argument with the table of checked data
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,14 @@ class Postprocess:
         which: which gradient it writes: 0 for dQ, 1 for dK, 2 for dV.
         first: index of the first unit (of `UNIT` floats) of this gradient among the sums.
         scaled: whether the sums are multiplied by the softmax scale.
+        factors: whether they are also multiplied by factors of rows.
     """
 
     source: Source
     which: int
     first: int
     scaled: bool
+    factors: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +92,8 @@ class Buffers:
             kernel uses no flags.
         totals: for each tensor that the score captures, the sums of its gradient, or None if the
             gradient is not needed.
+        sink: one tensor, the parts of the sink's gradient [B, Hq, warps of the preprocess]; empty
+            if that gradient is not needed.
     """
 
     grads: list[Tensor]
@@ -87,6 +102,7 @@ class Buffers:
     rows: list[Tensor]
     flags: list[Tensor]
     totals: list[Tensor | None]
+    sink: list[Tensor]
 
     @property
     def cleared(self) -> Tensor:
@@ -104,8 +120,11 @@ class BackwardCall:
         device: device of all tensors.
         dtype: dtype of query, key and value.
         preprocess, main, postprocess: the kernels, in the order of their launches.
+        shifts: whether the preprocess reads captured tensors.
         captured: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        sink: whether the preprocess reads an attention sink.
+        sink_parts: shape of the parts of the sink's gradient; None if it is not needed.
         like: shape and strides of the gradients of query, key and value.
         direct: whether the kernels can write gradients with these strides without a copy.
         tma_strides: whether TMA can read the tensors of a call without copies if their addresses
@@ -113,6 +132,7 @@ class BackwardCall:
         group: query heads per kv head.
         row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
         emulated: whether the kernels are executed on the CPU.
+        check: what the preprocess kernel compares with fingerprints; None for nothing.
         replay: relaunches all kernels of this call; None if they have not run yet, or if a relaunch
             is impossible.
         scale: softmax scale that `replay` uses; None until the call has been analysed.
@@ -125,22 +145,29 @@ class BackwardCall:
     preprocess: Source
     main: Source
     postprocess: tuple[Postprocess, ...]
+    shifts: bool
     captured: tuple[CapturedArgument, ...]
     needs_grad: tuple[bool, ...]
+    sink: bool
+    sink_parts: tuple[int, int, int] | None
     like: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     direct: bool
     tma_strides: bool
     group: int
     row_words: tuple[int, int]
     emulated: bool
+    check: CheckTable | None = None
     _relaunches: dict[tuple[Source, int], Relaunch] = field(default_factory=dict)
-    replay: Replay | None = field(init=False, default=None)
+    replay: RepeatedBackward | None = field(init=False, default=None)
     scale: float | None = field(init=False, default=None)
 
     def __call__(
         self, inputs: BackwardInputs
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
-        """Launch the kernels; return (dQ, dK, dV) and the gradients of the score's tensors."""
+        """Launch the kernels; return (dQ, dK, dV) and the gradients of the score's tensors.
+
+        The latter end with that of the sink, if there is one.
+        """
         tensors = query, key, value, out, grad_out = loaded(inputs)
         repeatable = self._is_repeatable(tensors)
         if not repeatable:
@@ -150,13 +177,26 @@ class BackwardCall:
         capturing = is_capturing(self.device)
         buffers = self._allocate(inputs.captured.scores, repeatable)
 
-        first = (out, grad_out, lse, grad_lse, *buffers.rows, buffers.cleared)
+        read = read_captured(self.captured, inputs.captured, self.device)
+        if capturing:
+            memory = [] if self.check is None else self.check.memory()
+            own = own_tensors(self.captured, read)
+            keep_while_replayable(self.device, (self, own, memory))
+        # what a kernel needs of the score's tensors
+        learned = (*read[: len(self.needs_grad)], *(t for t in buffers.totals if t is not None))
+        checks = () if self.check is None else (self.check.rows,)
+        first = (out, grad_out, lse, grad_lse, *buffers.rows, buffers.cleared, *checks)
+        first = (*first, *learned) if self.shifts else first
+        if self.sink:
+            assert inputs.sink is not None
+            first = (*first, inputs.sink.contiguous(), *buffers.sink)
         launches = [self._launch(self.preprocess, first, repeatable)]
-        main = self._main_arguments((query, key, value, grad_out), inputs, buffers, capturing)
+        main = self._main_arguments((query, key, value, grad_out), inputs, buffers, read, capturing)
         launches.append(self._launch(self.main, main, repeatable))
         for post in self.postprocess:
             factor = inputs.scale if post.scaled else 1.0
-            last = (buffers.sums, buffers.written[post.which], post.first, factor)
+            rows = (query, *learned) if post.factors else ()
+            last = (buffers.sums, buffers.written[post.which], *rows, post.first, factor)
             launches.append(self._launch(post.source, last, repeatable, which=post.which))
 
         scores, masks = inputs.captured
@@ -164,12 +204,16 @@ class BackwardCall:
             for t, g in zip(buffers.grads, buffers.written, strict=True):
                 t.copy_(g)
         elif repeatable and self.scale is None and not (capturing or self.deterministic):
-            call_inputs = [query, key, value, out, grad_out, lse, *scores, *masks]
+            sinks = () if inputs.sink is None else (inputs.sink,)
+            call_inputs = [query, key, value, out, grad_out, lse, *scores, *sinks, *masks]
             call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
             self._learn(launches, self._call_tensors(call_inputs, buffers), inputs.scale)
         dq, dk, dv = buffers.grads
         pairs = zip(scores, buffers.totals, strict=True)
-        return (dq, dk, dv), [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
+        captured = [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
+        if inputs.sink is not None:
+            captured.append(sink_gradient.sum_parts(*buffers.sink) if buffers.sink else None)
+        return (dq, dk, dv), captured
 
     def _allocate(self, scores: Sequence[Tensor], repeatable: bool) -> Buffers:
         """Allocate the tensors that the kernels write.
@@ -186,6 +230,7 @@ class BackwardCall:
         if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
         pairs = zip(scores, self.needs_grad, strict=True)
+        parts = [] if self.sink_parts is None else [self.sink_parts]
         return Buffers(
             grads=grads,
             written=grads if self.direct else [_contiguous(t) for t in grads],
@@ -193,6 +238,7 @@ class BackwardCall:
             rows=[make((n * work.rows,), (1,), torch.float32) for n in self.row_words],
             flags=[make((n,), (1,), torch.float32) for n in (work.flags,) if n],
             totals=[self._total(t.shape) if need else None for t, need in pairs],
+            sink=[self._empty(s, (s[1] * s[2], s[2], 1), torch.float32) for s in parts],
         )
 
     def _main_arguments(
@@ -200,6 +246,7 @@ class BackwardCall:
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
         inputs: BackwardInputs,
         buffers: Buffers,
+        read: Sequence[Tensor],
         capturing: bool,
     ) -> tuple[Any, ...]:
         """Return the arguments of the main kernel.
@@ -209,12 +256,10 @@ class BackwardCall:
                 that TMA can read.
             inputs: tensors of the call.
             buffers: tensors that the kernels write.
+            read: captured tensors as the kernel reads them.
             capturing: whether a CUDA graph is being captured.
         """
         work = self.work
-        read = read_captured(self.captured, inputs.captured, self.device)
-        if capturing:
-            keep_while_replayable(self.device, (self, own_tensors(self.captured, read)))
         return (
             *tensors,
             *buffers.written[1:],
@@ -239,7 +284,8 @@ class BackwardCall:
         totals = [t for t in buffers.totals if t is not None]
         scratch = [buffers.sums, *buffers.rows, *buffers.flags]
         zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
-        return CallTensors(inputs, buffers.grads, totals, scratch, self._tables(), zeros)
+        outputs = [*buffers.grads, *buffers.sink]
+        return CallTensors(inputs, outputs, totals, scratch, self._tables(), zeros)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether kernels on the current device can read these tensors without copies."""
@@ -263,14 +309,16 @@ class BackwardCall:
             return
         counter = lambda: zero_counters(self.device, False, self.work.counters)
         replay = prepare_replay(known, call, counter, 5, self.device)
-        object.__setattr__(self, "replay", replay)
+        with_sink = self.sink_parts is not None
+        object.__setattr__(self, "replay", sink_gradient.summed(replay) if with_sink else replay)
         object.__setattr__(self, "scale", scale)
 
     def _tables(self) -> list[Tensor]:
         """Return the tables: kernel arguments that are the same tensors in every call."""
         work = self.work
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
-        return [*captured, work.work_tiles, work.partial, work.full, *work.order]
+        checks = [] if self.check is None else [self.check.rows]
+        return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order]
 
     def _total(self, shape: torch.Size) -> Tensor:
         """Return zeroed sums for the gradient of a captured tensor of this shape."""
@@ -327,7 +375,10 @@ class BackwardCall:
 
         roles = self.settings.template.roles
         if source is not self.main:
-            return EmulatedKernel(source, roles=roles)
+            pointers = {}
+            if self.check is not None and source is self.preprocess:
+                pointers = {_CHECKS: self.check.reached}
+            return EmulatedKernel(source, roles=roles, pointers=pointers)
         rows = len(self.row_words)
         outputs = () if self.work.units[1] else (4, 5)  # else the postprocess writes dK and dV
         return EmulatedKernel(source, self.work.cost, roles, outputs, counters=10 + rows)
@@ -353,8 +404,9 @@ def prepare(
     query = inputs.query
     workers = worker_count(query.device, kernel_call.spec.emulated)
     case = kernel_call.template, kernel_call.program, kernel_call.runs, tuple(inputs.needs_grad)
-    kind = inputs.grad_lse is None, query.dtype, query.device
-    key = case, kind, workers, sizes, kinds
+    sink = inputs.sink is not None, inputs.needs_sink_grad
+    kind = inputs.grad_lse is None, sink, query.dtype, query.device
+    key = case, kind, workers, sizes, kinds, kernel_call.check
     build = lambda: _build_call(kernel_call, inputs, settings(), workers)
     return _calls.get(key, inputs.captured.masks, build)
 
@@ -368,10 +420,13 @@ def _build_call(
     kernel_call: KernelCall, inputs: BackwardInputs, settings: BackwardSettings, workers: int
 ) -> BackwardCall:
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
-    program, emulated, device = kernel_call.program, kernel_call.spec.emulated, query.device
+    program = kernel_call.program.without_sink()  # the LSE includes the sink
+    emulated, device = kernel_call.spec.emulated, query.device
     needs_grad = tuple(inputs.needs_grad)
+    check = None if kernel_call.check is None else kernel_call.check.backward
+    checks = () if check is None else tensor_kinds([check.rows])
     work = backward_work(kernel_call.runs, settings, query, key, value, workers, emulated)
-    postprocess = _postprocess(settings, work)
+    rounding = settings  # of the postprocess, which does not depend on a first writer
     if work.first_writer:
         settings = settings.with_first_writer()
     bounds, mask_tensors = column_intervals(program.mask, captured.masks, query, key)
@@ -384,23 +439,31 @@ def _build_call(
     numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
+    before, after = row_work(program.score, settings, kinds, needs_grad, clamp)
+    with_lse, with_sink = inputs.grad_lse is not None, inputs.needs_sink_grad
+    # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
+    reads_sink = with_sink or (inputs.sink is not None and before is not None)
     like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
     return BackwardCall(
         settings=settings,
         work=work,
         device=device,
         dtype=query.dtype,
-        preprocess=preprocess_source(settings, inputs.grad_lse is not None),
+        preprocess=preprocess_source(settings, with_lse, before, checks, reads_sink + with_sink),
         main=main_source(program, bounds, settings, kinds, needs_grad, large, clamp),
-        postprocess=postprocess,
+        postprocess=_postprocess(rounding, work, after),
+        shifts=before is not None,
         captured=arguments,
         needs_grad=needs_grad,
+        sink=reads_sink,
+        sink_parts=sink_gradient.parts_shape(settings, query) if with_sink else None,
         like=tuple((tuple(t.shape), t.stride()) for t in like),
         direct=have_tma_strides(like),
         tma_strides=have_tma_strides(loaded(inputs)),
         group=query.shape[1] // key.shape[1],
         row_words=settings.template.row_words(settings),
         emulated=emulated,
+        check=check,
     )
 
 
@@ -434,16 +497,26 @@ def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> Captu
     return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
 
 
-def _postprocess(settings: BackwardSettings, work: BackwardWork) -> tuple[Postprocess, ...]:
-    """Return the postprocess launches: one for each of dQ, dK, dV that has float32 sums."""
+def _postprocess(
+    settings: BackwardSettings, work: BackwardWork, rows: RowWork | None
+) -> tuple[Postprocess, ...]:
+    """Return the postprocess launches: one for each of dQ, dK, dV that has float32 sums.
+
+    Args:
+        settings: compile-time settings of the kernels.
+        work: tables that the kernels read.
+        rows: the score_mod, if dQ is to be multiplied by its factors of rows.
+    """
     (wide, deep), (block_q, columns) = settings.widths, settings.block
     kernels, first = [], 0
     for which, (count, width, block) in enumerate(
         zip(work.units, (wide, wide, deep), (block_q, columns, columns), strict=False)
     ):
         if count:
-            source = postprocess_source(settings, settings.head_dims[which == 2], width, block)
-            kernels.append(Postprocess(source, which, first, which < 2))
+            own = rows if which == 0 else None
+            head_dim = settings.head_dims[which == 2]
+            source = postprocess_source(settings, head_dim, width, block, own)
+            kernels.append(Postprocess(source, which, first, which < 2, own is not None))
         first += count
     return tuple(kernels)
 

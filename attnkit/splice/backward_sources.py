@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
-from attnkit.codegen.load_indices import LoadIndices
+from attnkit.codegen.load_indices import LoadIndices, wrapping_unless_tables
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
@@ -19,34 +21,106 @@ def _title(settings: BackwardSettings) -> str:
     return f"{settings.values['dtype']} {settings.head_dims[0]}x{settings.head_dims[1]}"
 
 
-@functools.lru_cache(maxsize=64)
-def preprocess_source(settings: BackwardSettings, with_lse: bool) -> Source:
-    """Return the source of the preprocess kernel, which computes the LSE and delta of every row."""
+@dataclass(frozen=True)
+class RowWork:
+    """Describes the score_mod to a kernel that computes values of whole rows.
+
+    Attributes:
+        score: the score_mod.
+        captured: kinds of the tensors that it captures.
+        needs_grad: for each of them, whether its gradient is needed.
+        clamp: loads whose index the kernel clamps to the tensor's bounds.
+    """
+
+    score: Node
+    captured: tuple[TensorKind, ...]
+    needs_grad: tuple[bool, ...]
+    clamp: frozenset[Node]
+
+    @property
+    def key(self) -> str:
+        """Return a text that identifies the kernel's code and arguments."""
+        flags = self._indices().flags(ir.topo(self.score))
+        return f"{ir.text(self.score)}\n{self.captured} {self.needs_grad} {flags}"
+
+    def hooks(self, settings: BackwardSettings, after: bool) -> Any:
+        """Build the hooks of the preprocess, or of the postprocess if `after`."""
+        from attnkit.codegen.row_hooks import row_factors, row_shifts
+
+        build = row_factors if after else row_shifts
+        return build(self.score, self.needs_grad, settings.row_sums, self._indices())
+
+    def _indices(self) -> LoadIndices:
+        return LoadIndices(wrapping_unless_tables((self.score,)), self.clamp)
+
+    def arguments(self, settings: BackwardSettings) -> tuple[list[Any], list[Any]]:
+        """Build fake captured tensors, and gradients of those that need one."""
+        from attnkit.splice.fake_backward_arguments import learned_arguments
+
+        totals = [n for (_, n, _), need in zip(self.captured, self.needs_grad, strict=True) if need]
+        return learned_arguments(self.captured, totals, settings.deterministic)
+
+
+@functools.lru_cache(maxsize=1024)
+def preprocess_source(
+    settings: BackwardSettings,
+    with_lse: bool,
+    rows: RowWork | None = None,
+    checks: tuple[TensorKind, ...] = (),
+    sinks: int = 0,
+) -> Source:
+    """Return the source of the preprocess kernel, which computes the LSE and delta of every row.
+
+    Args:
+        settings: compile-time settings of the kernels.
+        with_lse: whether the LSE has a gradient.
+        rows: the score_mod, if it has terms that shift whole rows.
+        checks: kind of the table of checked data, if there is one.
+        sinks: number of tensors of an attention sink that the kernel takes: the sink, and the sums
+            of its gradient.
+    """
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import preprocess_arguments
 
-        arguments = preprocess_arguments(settings.values["dtype"], settings.head_dims[1])
-        return Build(settings.template.preprocess(settings, with_lse), arguments)
+        learned = None if rows is None else rows.arguments(settings)
+        dtype, value_dim = settings.values["dtype"], settings.head_dims[1]
+        arguments = preprocess_arguments(dtype, value_dim, learned, checks, sinks)
+        hooks = None if rows is None else rows.hooks(settings, after=False)
+        return Build(settings.template.preprocess(settings, with_lse, hooks), arguments)
 
-    key = f"backward preprocess\n{settings} {with_lse}"
+    key = f"backward preprocess\n{settings} {with_lse} {checks} {sinks}"
+    key += "" if rows is None else f"\n{rows.key}"
     return Source(key, settings.target.arch, build, f"prepare {_title(settings)}")
 
 
 caches.register(preprocess_source.cache_clear)
 
 
-@functools.lru_cache(maxsize=64)
-def postprocess_source(settings: BackwardSettings, head_dim: int, width: int, block: int) -> Source:
-    """Return the source of the postprocess kernel, which rounds float32 sums to a gradient."""
+@functools.lru_cache(maxsize=1024)
+def postprocess_source(
+    settings: BackwardSettings, head_dim: int, width: int, block: int, rows: RowWork | None = None
+) -> Source:
+    """Return the source of the postprocess kernel, which rounds float32 sums to a gradient.
+
+    Args:
+        settings: compile-time settings of the kernels.
+        head_dim: head dim of the gradient.
+        width: the same as the kernels compute it.
+        block: positions per block.
+        rows: the score_mod, if dQ is to be multiplied by its factors of rows.
+    """
 
     def build() -> Build:
         from attnkit.splice.fake_backward_arguments import postprocess_arguments
 
-        arguments = postprocess_arguments(settings.values["dtype"], head_dim)
-        return Build(settings.template.postprocess(settings, width, block), arguments)
+        learned = None if rows is None else rows.arguments(settings)
+        arguments = postprocess_arguments(settings.values["dtype"], head_dim, learned)
+        hooks = None if rows is None else rows.hooks(settings, after=True)
+        return Build(settings.template.postprocess(settings, width, block, hooks), arguments)
 
     key = f"backward postprocess\n{settings} {head_dim} {width} {block}"
+    key += "" if rows is None else f"\n{rows.key}"
     return Source(key, settings.target.arch, build, f"finish {_title(settings)}")
 
 
@@ -75,6 +149,10 @@ def main_source(
         clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
     """
 
+    roots = [n for n in (program.score, program.mask) if n is not None]
+    roots += [n for pair in bounds or () for n in pair]
+    indices = LoadIndices(wrapping_unless_tables(roots), clamp)
+
     def build() -> Build:
         from attnkit.codegen.backward_hooks import GraphBackward
         from attnkit.splice.fake_backward_arguments import main_arguments
@@ -86,8 +164,9 @@ def main_source(
             scores=len(needs_grad),
             lists_override_mask=program.lists_override_mask,
             needs_grad=needs_grad,
+            row_sums=settings.row_sums,
             large=large,
-            indices=LoadIndices(None, clamp),
+            indices=indices,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(
@@ -102,9 +181,7 @@ def main_source(
 
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
     shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large)
-    roots = [n for n in (program.score, program.mask) if n is not None]
-    roots += [n for pair in bounds or () for n in pair]
-    clamped = [clamp for _, clamp in LoadIndices(None, clamp).flags(ir.topo(*roots))]
+    clamped = [clamp for _, clamp in indices.flags(ir.topo(*roots))]
     key = "\n".join(["backward", program.text, intervals, str(settings), str(shape), str(clamped)])
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
 

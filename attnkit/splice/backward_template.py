@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnkit.schedule.split_kv import Cost
     from attnkit.schedule.targets import Target
     from attnkit.sparsity.block_runs import BlockRuns
-    from attnkit.templates.common.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks, RowHooks
 
 HeadDims: TypeAlias = tuple[int, int]  # head dims of query and key, and of value
 
@@ -28,7 +28,8 @@ class BackwardCase:
         widths: head dims as the kernels compute them, rounded up.
         runs: tiles to visit.
         additive: whether the score_mod only adds a term that does not depend on the score.
-        learned: staging levels of the indices of loads that have gradients, see `GraphBackward`.
+        learned: staging levels of the indices of loads whose gradients are summed score by score,
+            see `GraphBackward`.
         lists_override_mask: whether block lists override the mask.
     """
 
@@ -49,8 +50,10 @@ class BackwardTemplate:
         semaphores: number of semaphores that order the additions to a tile of dQ, and to a tile of
             dK or dV, for each CTA that shares the tile.
         widths: head dims -> head dims as the kernels compute them; None if they are too wide.
-        block_q: (widths, whether dS = P (dP - delta) and no captured tensor needs a gradient) ->
-            rows of a q tile.
+        block_q: (widths, whether dS = P (dP - delta) and the main kernel sums no gradient of a
+            captured tensor) -> rows of a q tile.
+        row_sums: widths -> whether the kernels sum gradients times scores over rows, see
+            `graph.learned_loads`.
         block_kv: widths -> columns of a kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
         splits: settings -> whether several work tiles may share a kv tile.
@@ -60,8 +63,10 @@ class BackwardTemplate:
         config: settings -> the `BackwardConfig`.
         row_words: settings -> number of float32 words in which `preprocess` writes the LSE, and the
             delta, of one row.
-        preprocess: (settings, whether LSE has a gradient) -> the preprocess kernel.
-        postprocess: (settings, width, block) -> the postprocess kernel.
+        preprocess: (settings, whether LSE has a gradient, hooks of the terms that shift rows, None
+            without them) -> the preprocess kernel.
+        postprocess: (settings, width, block, hooks of the factors of rows, None without them) ->
+            the postprocess kernel.
         main: (settings, hooks) -> the main kernel, which computes the gradients.
     """
 
@@ -71,14 +76,15 @@ class BackwardTemplate:
     widths: Callable[[HeadDims], HeadDims | None]
     block_q: Callable[[HeadDims, bool], int]
     block_kv: Callable[[HeadDims], int]
+    row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
     config: Callable[[BackwardSettings], Any]
     row_words: Callable[[BackwardSettings], tuple[int, int]]
-    preprocess: Callable[[BackwardSettings, bool], Any]
-    postprocess: Callable[[BackwardSettings, int, int], Any]
+    preprocess: Callable[[BackwardSettings, bool, RowHooks | None], Any]
+    postprocess: Callable[[BackwardSettings, int, int, RowHooks | None], Any]
     main: Callable[[BackwardSettings, BackwardHooks], Any]
 
 
@@ -112,6 +118,11 @@ class BackwardSettings:
         """Return (head_dim, head_dim_v) as the kernels compute them, rounded up."""
         values = self.values
         return values["head_dim"], values["head_dim_v"]
+
+    @property
+    def row_sums(self) -> bool:
+        """Return whether the kernels sum gradients times scores over rows."""
+        return self.template.row_sums(self.widths)
 
     @property
     def deterministic(self) -> bool:

@@ -68,12 +68,16 @@ def own_tensors(arguments: Sequence[CapturedArgument], tensors: Sequence[Tensor]
 
 def readable(t: Tensor, device: torch.device) -> Tensor:
     """Return `t` on `device` as a kernel reads it: bool viewed as uint8, a 0-d tensor as [1]."""
-    t = t.detach() if t.requires_grad else t
-    if t.device != device:
-        t = _moved.get(device, [t], lambda: t.to(device))
+    t = on_device(t, device)
     if t.dtype == torch.bool:
         t = t.view(torch.uint8)
     return t.reshape(1) if t.ndim == 0 else t
+
+
+def on_device(t: Tensor, device: torch.device) -> Tensor:
+    """Return `t` detached and on `device`; a copy is cached until the data changes."""
+    t = t.detach() if t.requires_grad else t
+    return t if t.device == device else _moved.get(device, [t], lambda: t.to(device))
 
 
 def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:

@@ -32,9 +32,12 @@ caches.register(_adjoint.cache_clear)
 class CpuHooks:
     """Implements `attnkit.templates.cpu.hooks.Hooks` by evaluating the graphs of a program.
 
+    The gradient of an attention sink is the last of `gradients`.
+
     Args:
         program: the score and mask graphs.
-        score_tensors: captured tensors of the score graph, by slot.
+        score_tensors: captured tensors of the score graph, by slot, and the sink if the program
+            has one.
         mask_tensors: captured tensors of the mask graph, by slot.
         dtype: dtype in which scores are computed, float32 or float64.
         device: device of the scores.
@@ -56,11 +59,16 @@ class CpuHooks:
         self.dtype = dtype
         self.device = device
         self.has_score = program.score is not None
+        _, sink = program.split_sink(score_tensors)
+        self.sink = None if sink is None else sink.detach().to(dtype)
         self.gradients: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=dtype, device=device) if need else None
             for t, need in zip(score_tensors, needs_grad, strict=False)
         ]
-        self.needs_captured_grad = any(g is not None for g in self.gradients)
+        own, self.sink_grad = self.gradients, None
+        if program.sink and own:
+            *own, self.sink_grad = own
+        self.needs_captured_grad = any(g is not None for g in own)
 
     def _run(self, roots: Sequence[Node], env: dict[str, Tensor], mask: bool) -> list[Tensor]:
         tensors = self.mask_tensors if mask else self.score_tensors

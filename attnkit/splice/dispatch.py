@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,7 +22,8 @@ from attnkit.splice.program import compute_dtype
 from attnkit.util.torch_private import in_autocast
 
 if TYPE_CHECKING:
-    from attnkit.splice.replay import Replay
+    from attnkit.splice.distance_calls import DistanceCall
+    from attnkit.splice.sink_gradient import RepeatedBackward
 
 Attention: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
@@ -34,6 +36,12 @@ def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor
     return attention(inputs.query, inputs.key, inputs.value, inputs.captured, inputs.scale)
 
 
+def forward_checks(call: KernelCall) -> bool:
+    """Return whether the forward kernel of `call` compares captured data with its fingerprints."""
+    target = call.spec.target
+    return call.check is not None and target is not None and forward.checks_data(target)
+
+
 def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     """Return a function that runs the forward of `call` on tensors like `inputs`.
 
@@ -42,7 +50,21 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     data, because the block runs depend on that data.
     """
     if call.spec.target is not None:
-        return forward.prepare(call, inputs)
+        scores, sink = call.program.split_sink(inputs.captured.scores)
+        captured = Captured(tuple(scores), inputs.captured.masks)
+        plain = replace(call, program=call.program.without_sink())
+        tables = _tables(plain, replace(inputs, captured=captured))
+        if tables is None:
+            return forward.prepare(call, inputs)
+        inner = replace(tables.inner, program=replace(tables.inner.program, sink=call.program.sink))
+        example = tables.example(captured)
+        if sink is not None:
+            example = Captured((*example.scores, sink), example.masks)
+        kernels = forward.prepare(inner, replace(inputs, captured=example))
+        needs_grad = [t.requires_grad for t in scores]
+        if any(needs_grad):  # now, because it may synchronize, and a backward must not
+            tables.prepare_gradients(captured, needs_grad)
+        return tables.forward(kernels, sink is not None)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 
@@ -70,11 +92,19 @@ def run_backward(
     if call.spec.target is not None:
         from attnkit.splice import backward
 
-        if backward.supports(call, inputs):
-            return backward.prepare(call, inputs)(inputs)
+        call, own = _without_sink(call, inputs)
+        tables = _tables(call, own)
+        if tables is not None:
+            kernels = _with_tables(tables, own, tables.example(own.captured))
+            if backward.supports(tables.inner, kernels):
+                return _backward_with_tables(tables, own)
+        if backward.supports(call, own):
+            return backward.prepare(call, own)(own)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 
+    if call.check is not None:
+        call.check.launch_backward()
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(
@@ -95,8 +125,45 @@ def run_backward(
         return gradients, hooks.gradients
 
 
-def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
-    """Return a `Replay` that relaunches the kernels of this backward; None if that is impossible.
+def _without_sink(call: KernelCall, inputs: BackwardInputs) -> tuple[KernelCall, BackwardInputs]:
+    """Return a backward whose score reads no sink: the LSE has it, its gradient is apart."""
+    if not call.program.sink:
+        return call, inputs
+    return replace(call, program=call.program.without_sink()), inputs.without_sink()
+
+
+def _tables(call: KernelCall, inputs: ForwardInputs | BackwardInputs) -> DistanceCall | None:
+    """Return what computes tables by distance for a call of GPU kernels; None if nothing does."""
+    if call.program.score is None:
+        return None
+    from attnkit.splice.distance_calls import distance_call
+
+    return distance_call(call, inputs)
+
+
+def _with_tables(tables: DistanceCall, inputs: BackwardInputs, own: Captured) -> BackwardInputs:
+    """Return the inputs of the kernels of a backward whose captured tensors are `own`."""
+    needs_grad = tables.needs_grad(inputs.needs_grad)
+    return replace(inputs, captured=own, needs_grad=needs_grad)
+
+
+def _backward_with_tables(
+    tables: DistanceCall, inputs: BackwardInputs
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
+    """Run a backward whose kernels read tables by distance; see `run_backward`."""
+    from attnkit.splice import backward
+
+    tables.prepare_gradients(inputs.captured, inputs.needs_grad)
+    with torch.no_grad():
+        own, near, memo = tables.tables(inputs.captured.scores)
+        kernel = _with_tables(tables, inputs, Captured(own.scores, inputs.captured.masks))
+        gradients, found = backward.prepare(tables.inner, kernel)(kernel)
+        sink = [] if inputs.sink is None else [found.pop()]
+        return gradients, [*tables.gradients(near, memo, found, inputs.needs_grad), *sink]
+
+
+def backward_replay(call: KernelCall, inputs: BackwardInputs) -> RepeatedBackward | None:
+    """Return a function that relaunches this backward; None if that is impossible.
 
     Returns:
         A callable. It takes a list of query, key, value, output, gradient of the output, LSE,
@@ -107,10 +174,19 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> Replay | None:
         return None  # deterministic kernels need new semaphores at each launch
     from attnkit.splice import backward
 
-    if not backward.supports(call, inputs):
+    call, own = _without_sink(call, inputs)
+    tables = _tables(call, own)
+    if tables is not None:
+        kernels = _with_tables(tables, own, tables.example(own.captured))
+        if backward.supports(tables.inner, kernels):
+            prepared = backward.prepare(tables.inner, kernels)
+            if prepared.replay is None or prepared.scale != own.scale:
+                return None
+            return tables.replayed(prepared.replay, own.needs_grad)
+    if not backward.supports(call, own):
         return None
-    prepared = backward.prepare(call, inputs)
-    return prepared.replay if prepared.scale == inputs.scale else None
+    prepared = backward.prepare(call, own)
+    return prepared.replay if prepared.scale == own.scale else None
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:

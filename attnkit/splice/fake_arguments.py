@@ -100,12 +100,18 @@ def part_tensors(rows: int, value_width: int) -> tuple[Any, Any]:
     return parts, lse
 
 
-def combine_arguments(dtype: str, value_dim: int, tile: tuple[int, int]) -> tuple[Any, ...]:
-    """Build the arguments of `templates.common.combine.Combine` for partial results [*tile]."""
+def combine_arguments(
+    dtype: str, value_dim: int, tile: tuple[int, int], sink: tuple[str, int, bool] | None
+) -> tuple[Any, ...]:
+    """Build the arguments of `templates.common.combine.Combine` for partial results [*tile].
+
+    `sink` is the kind of the attention sink, as in `captured_tensor`; None without a sink.
+    """
+    sinks = [] if sink is None else [captured_tensor(*sink)]
     split = make_fake_tensor(Int32, (cute.sym_int(), 3), (3, 1), assumed_align=4)
     split_ptr = make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4)
     out = tile_tensor(dtype, value_dim)
-    return (*part_tensors(*tile), split, split_ptr, out, row_tensor(), cuda.CUstream(0))
+    return (*part_tensors(*tile), split, split_ptr, out, row_tensor(), sinks, cuda.CUstream(0))
 
 
 def fingerprint_arguments(kinds: tuple[tuple[str, int, bool], ...]) -> tuple[Any, ...]:

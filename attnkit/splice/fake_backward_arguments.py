@@ -22,15 +22,62 @@ def _ints(*sizes: int) -> Any:
     return make_fake_tensor(Int32, (cute.sym_int(), *sizes), strides, assumed_align=4)
 
 
-def preprocess_arguments(dtype: str, value_dim: int) -> tuple[Any, ...]:
-    """Build the arguments of `templates.common.preprocess.Preprocess`."""
+def preprocess_arguments(
+    dtype: str,
+    value_dim: int,
+    learned: tuple[list[Any], list[Any]] | None = None,
+    checks: Sequence[tuple[str, int, bool]] = (),
+    sinks: int = 0,
+) -> tuple[Any, ...]:
+    """Build the arguments of `templates.common.preprocess.Preprocess`.
+
+    Args:
+        dtype: dtype of query, key and value.
+        value_dim: head dim of value.
+        learned: captured tensors and their gradients, from `learned_arguments`; None without hooks.
+        checks: kind of the table of checked data, as in `main_arguments`, if there is one.
+        sinks: number of tensors of an attention sink, see `preprocess_source`.
+    """
     tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
-    return (*tiles, *rows, _floats(), _floats(), _floats(), cuda.CUstream(0))
+    tables = [captured_tensor(*kind) for kind in checks]
+    captured, totals = learned or ([], [])
+    floats = (_floats() for _ in range(3))
+    sink = [captured_tensor("float32", 1, True), row_tensor()][:sinks]
+    return (*tiles, *rows, *floats, tables, captured, totals, sink, cuda.CUstream(0))
 
 
-def postprocess_arguments(dtype: str, head_dim: int) -> tuple[Any, ...]:
-    """Build the arguments of the postprocess kernels of `templates.sm90` and `templates.sm100`."""
-    return (_floats(), tile_tensor(dtype, head_dim), Int32(1), Float32(1.0), cuda.CUstream(0))
+def postprocess_arguments(
+    dtype: str, head_dim: int, learned: tuple[list[Any], list[Any]] | None = None
+) -> tuple[Any, ...]:
+    """Build the arguments of the postprocess kernels of `templates.sm90` and `templates.sm100`.
+
+    Args:
+        dtype: dtype of query, key and value.
+        head_dim: head dim of the gradient.
+        learned: captured tensors and their gradients, from `learned_arguments`, for a postprocess
+            that multiplies rows by factors; None for any other.
+    """
+    first = (_floats(), tile_tensor(dtype, head_dim))
+    more = () if learned is None else (tile_tensor(dtype, head_dim), *learned)
+    return (*first, *more, Int32(1), Float32(1.0), cuda.CUstream(0))
+
+
+def learned_arguments(
+    captured: Sequence[tuple[str, int, bool]], totals: Sequence[int], deterministic: bool
+) -> tuple[list[Any], list[Any]]:
+    """Build captured tensors, and gradients of those that need one.
+
+    Args:
+        captured, totals, deterministic: see `main_arguments`.
+    """
+    # deterministic gradients are sums in bins, see `templates.common.exact_sums`
+    sums = [
+        captured_tensor("int64", n + 1, True)
+        if deterministic
+        else captured_tensor("float32", n, True)
+        for n in totals
+    ]
+    return [captured_tensor(*c) for c in captured], sums
 
 
 def main_arguments(
@@ -63,14 +110,7 @@ def main_arguments(
         make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16),
         *runs,
         _ints(),
-        [captured_tensor(*c) for c in captured],
-        # deterministic gradients are sums in bins, see `templates.common.exact_sums`
-        [
-            captured_tensor("int64", n + 1, True)
-            if deterministic
-            else captured_tensor("float32", n, True)
-            for n in totals
-        ],
+        *learned_arguments(captured, totals, deterministic),
         # deterministic: semaphores and tables of the order; else flags of stored chunks of dQ
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
         if deterministic

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # (dtype, rank, whether the first axis has stride 1): the compile-time properties of a tensor.
 WordsKind: TypeAlias = tuple[str, int, bool]
 
-_LARGEST = 1 << 30  # most words of one tensor, so that 32-bit indices suffice
+LARGEST = 1 << 30  # most words of one tensor, so that 32-bit indices suffice
 _WARPS = 4  # warps of a CTA; each compares one chunk at a time
 _GROUP = 16  # most tensors of one launch, because the arguments of a kernel are limited
 _CODES = 1 << 16  # report codes of one check, one for each tensor
@@ -47,9 +47,10 @@ class StaleReport:
         self.memory: Tensor | None = None
 
     def pinned(self) -> Tensor:
-        """Return the report as a pinned int64 tensor [1]; allocate it at the first call."""
+        """Return the report as an int64 tensor [1], pinned for GPUs; allocate it at first."""
         if self.memory is None:
-            self.memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
+            pin = torch.cuda.is_available()  # without a GPU, emulated kernels write the report
+            self.memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pin)
             view: Any = self.memory.numpy()
             self.code = memoryview(view)
         return self.memory
@@ -89,7 +90,7 @@ def kernel_words(tensor: Tensor) -> list[Tensor]:
     """Return integer views of a tensor for the kernel: axes reversed, split at 2**30 words."""
     words = words_of(tensor)
     words = words.permute(*reversed(range(words.ndim)))
-    return list(words.split(_LARGEST)) if words.ndim == 1 else [words]
+    return list(words.split(LARGEST)) if words.ndim == 1 else [words]
 
 
 def fingerprint_source(kinds: tuple[WordsKind, ...], arch: str) -> Source:
@@ -175,7 +176,7 @@ class FingerprintCheck:
         pieces = [
             (words, sums, encode(number, position))
             for position, (t, e) in tensors.items()
-            for words, sums in zip(kernel_words(t), e.split(_LARGEST // CHUNK), strict=True)
+            for words, sums in zip(kernel_words(t), e.split(LARGEST // CHUNK), strict=True)
         ]
         self._launches = [
             self._relauncher(pieces[i : i + _GROUP]) for i in range(0, len(pieces), _GROUP)

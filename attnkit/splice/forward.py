@@ -16,7 +16,7 @@ from attnkit.codegen.score_form import score_form
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
-from attnkit.schedule.targets import gpu_target
+from attnkit.schedule.targets import Target, gpu_target
 from attnkit.schedule.work_list import WorkList
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.captured_arguments import (
@@ -28,6 +28,7 @@ from attnkit.splice.captured_arguments import (
     readable,
     tensor_kinds,
 )
+from attnkit.splice.data_check import CheckTable
 from attnkit.splice.forward_call import COUNTER, CombineKernel, ForwardCall
 from attnkit.splice.forward_sources import combine_source, forward_source
 from attnkit.splice.forward_variant import ForwardVariant, forward_variant, shapes_of
@@ -102,6 +103,11 @@ def forward_block(
     return chosen.block, why
 
 
+def checks_data(target: Target) -> bool:
+    """Return whether the forward kernel of a target can compare data with its fingerprints."""
+    return forward_template(target).checks_data
+
+
 def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
     """Return the cached or new `ForwardCall` for tensors like `inputs`.
 
@@ -131,19 +137,27 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     workers = max(1, workers // chosen.ctas)
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
+    scores, sink = program.split_sink(captured.scores)
     variant = forward_variant(
         program.score,
         program.mask,
         bounds,
         (batch, heads, q_len, key.shape[2]),
-        (shapes_of(captured.scores), shapes_of(mask_tensors)),
+        (shapes_of(scores), shapes_of(mask_tensors)),
     )
-    variant = variant._replace(lists_override_mask=program.lists_override_mask)
+    variant = variant._replace(
+        lists_override_mask=program.lists_override_mask, sink=sink is not None
+    )
     arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
     chosen = template.fit(
         chosen, variant.form, variant.mask is not None or variant.lists_override_mask
     )
     config = template.config(variant.form, chosen, dtype, head_dims, need_max, target.arch)
+    check, slot = None, len(arguments) - 1  # of the sink, if there is one
+    if kernel_call.check is not None and template.checks_data:
+        check = kernel_call.check.forward
+        config["checks_data"] = True
+        arguments = (*arguments, check.rows)
     source = forward_source(
         target,
         variant,
@@ -158,10 +172,14 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     combine = None
     if work.slots:
         tables = work.split, work.split_ptr
-        combine = CombineKernel(combine_source(dtype, head_dims[1], tile, target.arch), tables)
+        kind = None if sink is None else tensor_kinds([sink])[0]
+        merge = combine_source(dtype, head_dims[1], tile, target.arch, kind)
+        combine = CombineKernel(merge, tables, None if sink is None else slot)
     wait_for_tables(device)
     emulated, slots = kernel_call.spec.emulated, max(1, work.slots)
-    run = functools.partial(_emulate, template.layout(config), work, chosen) if emulated else None
+    run = None
+    if emulated:
+        run = functools.partial(_emulate, template.layout(config), work, chosen, check)
     shape, strides = (batch, heads, q_len, head_dims[1]), output_strides(query, head_dims[1])
     return ForwardCall(
         run=run or _launch,
@@ -178,6 +196,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         numbers=(heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
         combine=combine,
         need_max=need_max,
+        check=check,
     )
 
 
@@ -202,6 +221,8 @@ def captured_arguments(
             yield captured_slot(MASK, slot, captured, device)
         else:
             yield readable(mask_tensors[slot], device)
+    if variant.sink:
+        yield captured_slot(SCORE, len(captured.scores) - 1, captured, device)
 
 
 def _launch(
@@ -216,6 +237,7 @@ def _emulate(
     layout: Layout,
     work: WorkList,
     chosen: Kernel,
+    check: CheckTable | None,
     source: Source,
     arguments: Sequence[Any],
     outputs: tuple[int, ...],
@@ -228,6 +250,9 @@ def _emulate(
     counts = work.work_tiles[:, [6, 9]].sum()
     cost = emulation.attention_work(int(counts), work.work_tiles.shape[0], block=chosen.block)
     counters = COUNTER if outputs else None  # the combine kernel has neither
-    code = EmulatedKernel(source, cost, layout.warps, outputs, counters)
+    pointers = {}
+    if check is not None and outputs:
+        pointers = {next(i for i, a in enumerate(arguments) if a is check.rows): check.reached}
+    code = EmulatedKernel(source, cost, layout.warps, outputs, counters, pointers)
     code(*arguments)
     return code.relauncher(arguments, changing)

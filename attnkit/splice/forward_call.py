@@ -23,6 +23,7 @@ from attnkit.splice.captured_arguments import (
     readable,
 )
 from attnkit.splice.counters import zero_counters
+from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import Captured
 from attnkit.splice.tma import loadable
@@ -56,10 +57,13 @@ class CombineKernel(NamedTuple):
         source: the kernel.
         tables: `split` and `split_ptr` of the `WorkList`: the (b, h, tile) of each split row of
             tiles, and the first partial result of each.
+        sink: number of the attention sink among the captured tensors of the call, of which it is
+            the last that a caller passes; None without a sink.
     """
 
     source: Source
     tables: tuple[Tensor, Tensor]
+    sink: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,7 @@ class ForwardCall:
         numbers: query heads per kv head, and number of CTAs.
         combine: the combine kernel; None if no row is split.
         need_max: whether the call returns the row maxima.
+        check: what the kernel compares with fingerprints; `captured` ends with its table.
         spare: placeholders for the partial results if no row is split; empty if some row is split.
         relaunch: function that relaunches this call; None until its kernels have run.
     """
@@ -98,6 +103,7 @@ class ForwardCall:
     numbers: tuple[int, int]
     combine: CombineKernel | None
     need_max: bool
+    check: CheckTable | None = None
     spare: tuple[Tensor, ...] = field(init=False)
     relaunch: RepeatedForward | None = field(init=False, default=None)
 
@@ -132,7 +138,9 @@ class ForwardCall:
         counter = zero_counters(self.device, capturing)
         tensors = read_captured(self.captured, captured, self.device)
         if capturing:
-            keep_while_replayable(self.device, (self, own_tensors(self.captured, tensors)))
+            memory = [] if self.check is None else self.check.memory()
+            own = own_tensors(self.captured, tensors)
+            keep_while_replayable(self.device, (self, own, memory))
         parts = self.spare or tuple(self._empty(s) for s in self.parts)
         arguments = (
             query,
@@ -151,8 +159,10 @@ class ForwardCall:
         main = self.run(self.source, arguments, _OUTPUTS, tuple(self._changing()))
         combine = None
         if self.combine is not None:
-            combined = (*parts, *self.combine.tables, target, lse)
-            combine = self.run(self.combine.source, combined, (), (0, 1, 4, 5))
+            sinks = [] if self.combine.sink is None else [tensors[self.combine.sink]]
+            combined = (*parts, *self.combine.tables, target, lse, *sinks)
+            changing = (0, 1, *range(4, len(combined)))
+            combine = self.run(self.combine.source, combined, (), changing)
         if target is not out:
             out.copy_(target)
         elif repeatable and self.relaunch is None and main is not None:
@@ -191,6 +201,8 @@ def repeated_forward(
     shape, strides, dtype = call.shape, call.strides, call.dtype
     row_shape, row_strides = shape[:3], _compact(shape[:3])
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
+    has_sink = call.combine is not None and call.combine.sink is not None
+    sinks = slice(-1, None) if has_sink else slice(0)
     device, index, need_max = call.device, call.device.index, call.need_max
     slots = [
         (a.graph, a.slot, captured[a.graph][a.slot].device == device)
@@ -233,7 +245,7 @@ def repeated_forward(
             addresses.append(t.data_ptr())
         main(stream, addresses, (scale,))
         if combine is not None:
-            combine(stream, [*addresses[7:9], o, l])
+            combine(stream, [*addresses[7:9], o, l, *addresses[sinks]])
         return out, lse, top
 
     return run

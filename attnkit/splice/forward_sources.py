@@ -47,6 +47,7 @@ def forward_source(
         ends,
         loads,
         variant.lists_override_mask,
+        *(("sink",) if variant.sink else ()),
     )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
@@ -60,16 +61,23 @@ caches.register(forward_source.cache_clear)
 
 
 @functools.lru_cache(maxsize=64)
-def combine_source(dtype: str, value_dim: int, tile: tuple[int, int], arch: str) -> Source:
-    """Return the source of the combine kernel, which merges the partial results of split KV."""
+def combine_source(
+    dtype: str, value_dim: int, tile: tuple[int, int], arch: str, sink: TensorKind | None = None
+) -> Source:
+    """Return the source of the combine kernel, which merges the partial results of split KV.
+
+    `sink` is the kind of the attention sink, which the kernel adds once; None without a sink.
+    """
 
     def build() -> Build:
         from attnkit.splice.fake_arguments import combine_arguments
         from attnkit.templates.common.combine import Combine
 
-        return Build(Combine(dtype, value_dim), combine_arguments(dtype, value_dim, tile))
+        arguments = combine_arguments(dtype, value_dim, tile, sink)
+        return Build(Combine(dtype, value_dim, sink is not None), arguments)
 
     key = f"combine for {arch}\n{dtype} {value_dim} {tile}"
+    key += "" if sink is None else f" {sink}"
     return Source(key, arch, build, f"combine {dtype} {value_dim}")
 
 

@@ -37,6 +37,7 @@ class ForwardTemplate(NamedTuple):
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
             -> the kernel and fake arguments to compile it with.
         layout: config -> warp roles and memory layout of the kernel.
+        checks_data: whether the kernel can compare captured data with its fingerprints.
     """
 
     choose: Callable[
@@ -47,3 +48,4 @@ class ForwardTemplate(NamedTuple):
     tile: Callable[[Kernel, HeadDims], tuple[int, int]]
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
     layout: Callable[[dict[str, Any]], Layout]
+    checks_data: bool

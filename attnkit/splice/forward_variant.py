@@ -35,6 +35,7 @@ class ForwardVariant(NamedTuple):
         indices: the loads whose index may be negative at the sizes of the call, and the loads whose
             index is clamped.
         lists_override_mask: whether block lists override the mask.
+        sink: whether each softmax has an attention sink, which is the last captured tensor.
     """
 
     form: ScoreForm
@@ -43,6 +44,7 @@ class ForwardVariant(NamedTuple):
     slots: tuple[tuple[int, ...], tuple[int, ...]]
     indices: LoadIndices = _NO_WRAP
     lists_override_mask: bool = False
+    sink: bool = False
 
     def nodes(self) -> list[Node]:
         """Return all expressions that the kernel computes."""
@@ -61,6 +63,7 @@ class ForwardVariant(NamedTuple):
             self.ends,
             scores=len(self.slots[0]),
             lists_override_mask=self.lists_override_mask,
+            sink=self.sink,
             positive=positive,
             indices=self.indices,
         )

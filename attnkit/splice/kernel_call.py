@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from attnkit.schedule.targets import TemplateSpec
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.data_check import DataCheck
 from attnkit.splice.program import Program
 
 
@@ -28,12 +29,18 @@ class KernelCall:
         runs: tiles to visit, whose sizes equal the kernel's tile sizes or are multiples of them;
             None for all tiles.
         need_max: whether the forward also returns the row maxima.
+        tables: whether GPU kernels read what the score_mod computes of q - kv from tables, see
+            `splice.distance_values`; None to decide by the number of scores.
+        check: captured data that the kernels compare with its fingerprints, if they can; None if
+            nothing is compared or if another kernel compares it.
     """
 
     template: str
     program: Program
     runs: BlockRuns | None
     need_max: bool = False
+    tables: bool | None = None
+    check: DataCheck | None = None
 
     @functools.cached_property
     def spec(self) -> TemplateSpec:
@@ -44,6 +51,7 @@ class KernelCall:
 class Captured(NamedTuple):
     """Holds the tensors that the score_mod and the mask_mod capture, in order of their slots.
 
+    If `Program.sink` is set, the attention sink [Hq] follows the tensors of the score_mod.
     It may be indexed as a tuple: `captured[0]` for the score_mod, `captured[1]` for the mask_mod.
     """
 
@@ -83,6 +91,9 @@ class BackwardInputs:
         captured: tensors that the score and the mask capture.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         scale: softmax scale.
+        sink: the attention sink [Hq]. It is None without a sink, and before `without_sink`, when
+            the sink is the last of the score's tensors.
+        needs_sink_grad: whether the gradient of `sink` is needed.
     """
 
     query: Tensor
@@ -95,6 +106,17 @@ class BackwardInputs:
     captured: Captured
     needs_grad: Sequence[bool]
     scale: float
+    sink: Tensor | None = None
+    needs_sink_grad: bool = False
+
+    def without_sink(self) -> BackwardInputs:
+        """Return the inputs with the last of the score's tensors, the sink, moved to `sink`."""
+        *scores, sink = self.captured.scores
+        *needs_grad, needed = self.needs_grad
+        captured = Captured(tuple(scores), self.captured.masks)
+        return replace(
+            self, captured=captured, needs_grad=needs_grad, sink=sink, needs_sink_grad=needed
+        )
 
     @classmethod
     def of(

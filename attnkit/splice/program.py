@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,8 @@ class Program:
             checks; empty if nothing is checked, so that equal graphs are equal programs.
         lists_override_mask: whether block lists override the mask, so that the mask is not applied
             to FULL tiles.
+        sink: whether each softmax has an attention sink. The sink is then the last of the score's
+            tensors; the graphs do not read it.
     """
 
     score: Node | None = None
@@ -35,16 +38,26 @@ class Program:
     checked: frozenset[Node] = frozenset()
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     lists_override_mask: bool = False
+    sink: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """Return the canonical text of the program, which `Program.parse` converts back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
-        parts.append("listed" if self.lists_override_mask else "")
+        flags = ("listed", self.lists_override_mask), ("sink", self.sink)
+        parts.append(" ".join(name for name, is_set in flags if is_set))
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
             parts += [ir.text(*order), *(",".join(names) for names in self.names)]
         return "|".join(parts)
+
+    def without_sink(self) -> Program:
+        """Return the program without an attention sink."""
+        return replace(self, sink=False) if self.sink else self
+
+    def split_sink(self, scores: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Split the score's tensors into those that the graph reads and the sink (or None)."""
+        return (scores[:-1], scores[-1]) if self.sink else (scores, None)
 
     def _order(self) -> list[Node]:
         return ir.topo(*(r for r in (self.score, self.mask) if r is not None))
@@ -56,9 +69,10 @@ class Program:
 
         The graphs are the same objects as before, because nodes are interned.
         """
-        first, second, lists_override_mask, *checks = text.split("|")
+        first, second, words, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
-        program = Program(score, mask, lists_override_mask=bool(lists_override_mask))
+        flags = words.split()
+        program = Program(score, mask, lists_override_mask="listed" in flags, sink="sink" in flags)
         if not checks:
             return program
         loads, *names = checks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from attnkit.util.torch_private import (
     is_stream_capturing,
     stream_of,
 )
+
+# Function that relaunches a call on the tensors that its caller passes. It returns the outputs and
+# the zeroed tensors of the call; None, without side effects, if it cannot.
+Replayed: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor] | None]
 
 _STEP = 256  # alignment in bytes of tensors within one allocation
 

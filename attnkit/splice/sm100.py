@@ -125,4 +125,5 @@ FORWARD = ForwardTemplate(
     tile=tile_of,
     build=build,
     layout=layout_of,
+    checks_data=False,
 )

@@ -13,7 +13,7 @@ from attnkit.splice.sm100_pairs import refusal
 
 if TYPE_CHECKING:
     from attnkit.schedule.split_kv import Cost
-    from attnkit.templates.common.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks, RowHooks
 
 ROLES = {
     "add": range(4),
@@ -44,6 +44,11 @@ def block_q(widths: tuple[int, int], light: bool) -> int:
 def block_kv(widths: tuple[int, int]) -> int:
     """Return the number of columns of a kv tile of one CTA."""
     return 128
+
+
+def row_sums(widths: tuple[int, int]) -> bool:
+    """Return whether the kernels sum gradients times scores over rows: not in these."""
+    return False
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
@@ -78,11 +83,11 @@ def config(settings: BackwardSettings) -> Any:
     return BackwardConfig(**settings.values)
 
 
-def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Build the preprocess kernel, which computes the LSE and the delta of every row."""
+def preprocess(settings: BackwardSettings, with_lse: bool, hooks: RowHooks | None) -> Any:
+    """Build the preprocess kernel: the LSE, the delta and the sink's gradient of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
-    return Preprocess(config(settings), with_lse)
+    return Preprocess(config(settings), with_lse, hooks=hooks)
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
@@ -91,7 +96,7 @@ def row_words(settings: BackwardSettings) -> tuple[int, int]:
     return sizes
 
 
-def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
+def postprocess(settings: BackwardSettings, width: int, block: int, hooks: RowHooks | None) -> Any:
     """Build the postprocess kernel, which rounds float32 sums to a gradient."""
     from attnkit.templates.sm100.backward_postprocess import Postprocess
 
@@ -113,6 +118,7 @@ BACKWARD = BackwardTemplate(
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,
+    row_sums=row_sums,
     switches=switches,
     splits=splits,
     cost=cost,

@@ -150,4 +150,5 @@ FORWARD = ForwardTemplate(
     tile=tile_of,
     build=build,
     layout=layout_of,
+    checks_data=True,
 )

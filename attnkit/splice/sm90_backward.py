@@ -11,7 +11,7 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings, BackwardTemplate
 
 if TYPE_CHECKING:
-    from attnkit.templates.common.hooks import BackwardHooks
+    from attnkit.templates.common.hooks import BackwardHooks, RowHooks
 
 ROLES = {  # role -> warps, see templates.sm90.backward_shared
     "load": range(1),
@@ -50,6 +50,11 @@ def block_q(widths: tuple[int, int], light: bool) -> int:
 def block_kv(widths: tuple[int, int]) -> int:
     """Return the number of columns of a kv block."""
     return 64 if max(widths) > 128 else 128
+
+
+def row_sums(widths: tuple[int, int]) -> bool:
+    """Return whether the kernels sum gradients times scores over rows."""
+    return max(widths) <= 128
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
@@ -98,19 +103,22 @@ def row_words(settings: BackwardSettings) -> tuple[int, int]:
     return sizes
 
 
-def preprocess(settings: BackwardSettings, with_lse: bool) -> Any:
-    """Build the preprocess kernel, which computes the LSE and the delta of every row."""
+def preprocess(settings: BackwardSettings, with_lse: bool, hooks: RowHooks | None) -> Any:
+    """Build the preprocess kernel: the LSE, the delta and the sink's gradient of every row."""
     from attnkit.templates.common.preprocess import Preprocess
 
     kernel_config = config(settings)
-    return Preprocess(kernel_config, with_lse, kernel_config.flags)
+    return Preprocess(kernel_config, with_lse, kernel_config.flags, hooks)
 
 
-def postprocess(settings: BackwardSettings, width: int, block: int) -> Any:
+def postprocess(settings: BackwardSettings, width: int, block: int, hooks: RowHooks | None) -> Any:
     """Build the postprocess kernel, which rounds float32 sums to a gradient."""
     from attnkit.templates.sm90.backward_postprocess import Postprocess
+    from attnkit.templates.sm90.backward_row_factors import RowFactors
 
-    return Postprocess(config(settings), width, block)
+    if hooks is None:
+        return Postprocess(config(settings), width, block)
+    return RowFactors(config(settings), width, block, hooks)
 
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
@@ -128,6 +136,7 @@ BACKWARD = BackwardTemplate(
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,
+    row_sums=row_sums,
     switches=switches,
     splits=splits,
     cost=cost,

@@ -23,6 +23,7 @@ from attnkit.testing.quantities import (
     differentiated,
     oracle,
     run,
+    with_sink,
 )
 from attnkit.testing.report import Row
 from attnkit.testing.rounding import SAMPLES, perturbed
@@ -149,8 +150,9 @@ def backend_rows(
         notes: list to which notes on values that are not compared are appended.
         reference: the user's dense attention, which is also compared with the oracle.
     """
-    captured = differentiated(variant.score_mod, bound.score, device)
-    call = DenseCall(variant.score_mod, kept, case, captured, device)
+    sink = case.sinks(device)
+    captured = with_sink(differentiated(variant.score_mod, bound.score, device), sink)
+    call = DenseCall(variant.score_mod, kept, case, captured, device, sink)
     gold = oracle(call)
     samples = _Samples(call, gold)
     notes += _not_compared(gold, samples.results)
@@ -162,7 +164,9 @@ def backend_rows(
         for block in _blocks(variant, case):
             label = backend if block is None else f"{backend} other tiles"
             try:
-                results = run(variant, case, captured, backend=backend, device=device, block=block)
+                results = run(
+                    variant, case, captured, backend=backend, device=device, block=block, sink=sink
+                )
             except UnsupportedError as error:
                 notes.append(f"{backend} does not take some cases: {error}")
                 continue
@@ -201,11 +205,14 @@ def _not_compared(gold: Quantities, samples: Sequence[Quantities]) -> list[str]:
 def _masked_row(
     results: Quantities, gold: Quantities, kept: Tensor | None, case: Case, label: str
 ) -> Row:
-    """Check that fully masked rows and columns give exact zeros, and -inf as LSE and maximum."""
-    masked = gold["lse"] == -torch.inf
+    """Check that fully masked rows and columns give exact zeros, -inf as maximum, and their LSE.
+
+    That LSE is -inf, or the sink if the case has one.
+    """
+    masked = gold["max_scores"] == -torch.inf
     wrong = (results["out"][masked] != 0).sum()
-    for name in ("lse", "max_scores"):
-        wrong += (results[name][masked] != -torch.inf).sum()
+    wrong += (results["max_scores"][masked] != -torch.inf).sum()
+    wrong += (results["lse"][masked] != gold["lse"][masked]).sum()
     unused = torch.zeros(case.shapes[1][:3], dtype=torch.bool, device=masked.device)
     if kept is not None:
         seen = kept.expand(case.dense_shape).any(2)

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.util.arguments import (
     check_dtype,
+    check_flag,
     check_scale,
     check_seed,
     check_size,
@@ -85,6 +86,7 @@ class Case:
         block: (q, kv) tile sizes to test in addition to the default ones.
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
         spread: standard deviation of query and key; large values give a peaked softmax.
+        sink: whether each head has an attention sink, a random logit.
         seed: seed of the random numbers.
 
     Raises:
@@ -110,6 +112,7 @@ class Case:
     block: tuple[int, int] = (16, 16)
     scale: float | None = None
     spread: float = 1.0
+    sink: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class Case:
         check_sizes("block", self.block)
         check_scale(self.scale, self.head_dim)
         check_seed(self.seed)
+        check_flag("sink", self.sink)
         if type(self.spread) not in (int, float) or not 0 <= self.spread <= _WIDEST:
             raise OptionError(
                 f"spread must be a number from 0 to {_WIDEST:g}, got {shown(self.spread)}"
@@ -177,13 +181,25 @@ class Case:
             tensors.append(t.detach().requires_grad_())
         return tensors[0], tensors[1], tensors[2]
 
+    def sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Return random sinks [Hq] that require grad, float32 or float64; None without a sink."""
+        if not self.sink:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        numbers = 2 * torch.randn(self.heads, generator=generator, dtype=torch.float64)
+        return numbers.to(device, self._wide).requires_grad_()
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
     def cotangents(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Return random gradients of the output [B, Hq, Sq, Dv] and of the LSE [B, Hq, Sq]."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.heads, self.q_len)
         out = self._normal(generator, 1.0, device)(*shape, self.value_dim)
         lse = self._normal(generator, 1.0, device)(*shape)
-        return out, lse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        return out, lse.to(self._wide)
 
     def _normal(
         self, generator: torch.Generator, std: float, device: torch.device | str
@@ -202,6 +218,8 @@ class Case:
         parts.append(f"block {self.block[0]}x{self.block[1]}")
         if self.scale is not None:
             parts.append(f"scale {self.scale:g}")
+        if self.sink:
+            parts.append("sink")
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:

@@ -40,6 +40,7 @@ def attention(
     kept: Tensor | None = None,
     *,
     scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> DenseResult:
     """Compute dense attention and return the output, the LSE and the row maxima.
 
@@ -50,16 +51,18 @@ def attention(
         score_mod: the user's function, or None.
         kept: the mask, bool, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
+        sink: [Hq], one more logit in each row's softmax, without a value; None for none.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE (natural logarithm) and row maxima
-        [B, Hq, Sq] in the dtype of the scores. A fully masked row gives 0, -inf and -inf, and zero
-        gradients.
+        [B, Hq, Sq] in the dtype of the scores. A fully masked row gives 0, -inf (the sink, if there
+        is one) and -inf, and zero gradients.
     """
     scores = raw_scores(query, key, scale)
     if score_mod is not None:
         scores = modified(score_mod, scores)
-    return softmax_times(scores, value, kept, query.dtype)
+    logit = None if sink is None else sink[:, None, None]
+    return softmax_times(scores, value, kept, query.dtype, logit)
 
 
 def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
@@ -70,15 +73,26 @@ def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
 
 
 def softmax_times(
-    scores: Tensor, value: Tensor, kept: Tensor | None, dtype: torch.dtype
+    scores: Tensor,
+    value: Tensor,
+    kept: Tensor | None,
+    dtype: torch.dtype,
+    sink: Tensor | None = None,
 ) -> DenseResult:
-    """Compute softmax(masked scores) @ value, with weights in `dtype`; return out, LSE, maxima."""
+    """Compute softmax(masked scores) @ value, with weights in `dtype`; return out, LSE, maxima.
+
+    `sink` is one more logit of each row, [..., Sq or 1, 1]; its weight has no value.
+    """
     if kept is not None:
         scores = torch.where(kept, scores, -math.inf)
     masked = (scores == -math.inf).all(-1, keepdim=True)
     some = scores.masked_fill(masked, 0.0)  # softmax of -inf alone is NaN, and so is its gradient
-    weights = torch.softmax(some, -1).masked_fill(masked, 0.0)
-    lse = torch.logsumexp(some, -1).masked_fill(masked.squeeze(-1), -math.inf)
+    empty = torch.full_like(scores[..., :1], -math.inf)  # the LSE of a row without keys
+    if sink is not None:
+        empty = sink.to(scores.dtype).expand(empty.shape)
+        some = torch.cat([some, empty], -1)
+    weights = torch.softmax(some, -1)[..., : scores.shape[-1]].masked_fill(masked, 0.0)
+    lse = torch.where(masked, empty, torch.logsumexp(some, -1, keepdim=True)).squeeze(-1)
     out = weights.to(dtype) @ _for_each_head(value, scores.shape[1])
     return out, lse, scores.detach().amax(-1)
 

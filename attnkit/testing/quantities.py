@@ -40,6 +40,7 @@ class DenseCall:
         case: sizes, dtype and seed.
         captured: leaf tensors to differentiate with respect to.
         device: where to run.
+        sink: attention sink [Hq], one of the tensors of `captured`; None for none.
     """
 
     score_mod: Callable[..., Any] | None
@@ -47,6 +48,7 @@ class DenseCall:
     case: Case
     captured: Captured
     device: torch.device
+    sink: Tensor | None = None
 
 
 def captured_leaves(score: Traced | None) -> Captured:
@@ -97,6 +99,13 @@ def _leaves(t: Tensor) -> list[Tensor]:
     return leaves
 
 
+def with_sink(captured: Captured, sink: Tensor | None) -> Captured:
+    """Return `captured` with the attention sink, if there is one, as the last tensor."""
+    if sink is None:
+        return captured
+    return Captured((*captured.names, "sink"), (*captured.tensors, sink))
+
+
 def differentiate(
     case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
@@ -138,6 +147,7 @@ def run(
     backend: str,
     device: torch.device,
     block: tuple[int, int] | None = None,
+    sink: Tensor | None = None,
 ) -> Quantities:
     """Run the forward and backward of a variant with a backend; return all results by name.
 
@@ -148,6 +158,7 @@ def run(
         backend: backend of `flex_attention`.
         device: where to run.
         block: (q, kv) tile sizes; None uses those of the plan.
+        sink: attention sink [Hq]; None for none.
     """
     inputs = case.inputs(device)
     out, aux = variant(
@@ -157,6 +168,7 @@ def run(
         return_aux=AuxRequest(lse=True, max_scores=True),
         kernel_options=None if block is None else {"BLOCK_M": block[0], "BLOCK_N": block[1]},
         backend=backend,
+        sink=sink,
     )
     return differentiate(case, (out, aux.lse, aux.max_scores), inputs, captured)
 
@@ -184,5 +196,7 @@ def dense(call: DenseCall) -> Quantities:
 
 def _dense(call: DenseCall, inputs: Sequence[Tensor]) -> Quantities:
     query, key, value = inputs
-    results = plain.attention(query, key, value, call.score_mod, call.kept, scale=call.case.scale)
+    results = plain.attention(
+        query, key, value, call.score_mod, call.kept, scale=call.case.scale, sink=call.sink
+    )
     return differentiate(call.case, results, inputs, call.captured)

@@ -68,7 +68,11 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
 
     raw = (scale * product(q, k.mT)).requires_grad_()
     modified = _modified(call, raw)
-    m, lse, exact = _softmax(modified.detach(), inner)
+    logit = None
+    if call.sink is not None:
+        logit = call.sink.detach().double()[:, None, None].expand(*raw.shape[:3], 1)
+        logit = inner(logit, logit.abs())
+    m, lse, exact = _softmax(modified.detach(), inner, logit)
     weights = outer(exact, exact)
     out = product(weights, v)
     out = outer(out, out.abs())
@@ -90,14 +94,23 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
         quantities["dvalue" + through] = _shared(dvalue, case)
         for name, gradient in zip(captured.names, others, strict=True):
             quantities[f"d{name}{through}"] = gradient
+    if logit is not None:
+        p = torch.exp(inner(logit - lse, (logit - lse).abs()))
+        minus_delta = inner(-terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True))
+        for through, row in (("", minus_delta), (" through lse", grad_lse[..., None])):
+            quantities["dsink" + through] = inner(p * row, (p * row).abs()).sum((0, 2, 3))
     return quantities
 
 
-def _softmax(modified: Tensor, inner: Noise) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, LSE and weights with noise; the weights are exp(score - LSE)."""
+def _softmax(modified: Tensor, inner: Noise, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores, LSE and weights with noise; the weights are exp(score - LSE).
+
+    The LSE includes the logit `sink` [B, Hq, Sq, 1], if there is one.
+    """
     m = modified.masked_fill(~modified.isfinite(), -math.inf)
     m = inner(m, m.masked_fill(m == -math.inf, 0).abs())
-    lse = m.logsumexp(-1, keepdim=True)
+    logits = m if sink is None else torch.cat([m, sink], -1)
+    lse = logits.logsumexp(-1, keepdim=True)
     lse = inner(lse, lse.masked_fill(lse == -math.inf, 0).abs())
     exponent = m - lse.masked_fill(lse == -math.inf, math.inf)
     size = exponent.masked_fill(exponent == -math.inf, 0).abs()

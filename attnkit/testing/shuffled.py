@@ -39,7 +39,10 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
         # Every index tensor has the full size, so the gradient of a captured tensor is summed over
         # individual scores. This is the longest sum that any backend may choose.
         scores = plain.modified_at(call.score_mod, scores, stack.positions())
-    results = plain.softmax_times(scores, value, kept, case.dtype)
+    sink = call.sink
+    if sink is not None:
+        sink = stack.stacked(sink[:, None, None].expand(*case.dense_shape[:3], 1))
+    results = plain.softmax_times(scores, value, kept, case.dtype, sink)
     results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
     return differentiate(case, results, inputs, call.captured)
 

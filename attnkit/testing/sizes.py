@@ -48,12 +48,14 @@ def cases(
     limits: Limits = ANY_SIZE,
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    sinks: bool = True,
 ) -> Case:
     """Draw attention calls, including unequal lengths, GQA, a shared kv batch and value_dim.
 
     Args:
         limits: smallest and largest sizes.
         dtype: one dtype, or several to draw from; None draws from all four.
+        sinks: whether some of the calls have an attention sink.
     """
     check_limits(limits)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
@@ -81,6 +83,7 @@ def cases(
         scale=draw(st.sampled_from([None, None, 0.5, -1.0])),
         spread=draw(st.sampled_from([1.0, 0.1, 3.0])),
         seed=draw(st.integers(0, 999)),
+        sink=draw(st.sampled_from([False, False, True])) if sinks else False,
     )
 
 

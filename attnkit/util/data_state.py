@@ -9,6 +9,11 @@ compares it on the GPU.
 
 All caches share one state per tensor. The state is created before any value is computed from the
 data, so every cached value is checked against the same content.
+
+A state with recorded content holds no weak reference to its tensor, because
+`torch.utils.swap_tensors` refuses tensors that have one. It compares the id, the layout and the
+content. Another tensor that gets the id of a deleted one and agrees in all of them may use the same
+values. Where the content is not compared, a weak reference tells both tensors apart.
 """
 
 from __future__ import annotations
@@ -46,23 +51,30 @@ class DataState:
     """Snapshot of a tensor's data that detects whether the data has changed since.
 
     Attributes:
-        reference: weak reference to the tensor.
         valid: False after `invalidate`, or after a comparison that found other data.
         expected: recorded fingerprint if the data is compared on the tensor's device; else None.
+        shape, dtype: those of the tensor.
+        address: address of the first element, 0 if there is none.
     """
 
     __slots__ = (
         "__weakref__",
-        "_address",
         "_copy",
         "_digest",
         "_fingerprint",
+        "_id",
         "_inference",
+        "_object",
+        "_offset",
         "_ready",
+        "_storage",
+        "_stride",
         "_trusted",
         "_version",
+        "address",
+        "dtype",
         "expected",
-        "reference",
+        "shape",
         "valid",
     )
 
@@ -73,26 +85,33 @@ class DataState:
         *,
         compare: bool = True,
     ) -> None:
-        """Record the version, address and content of `tensor`.
+        """Record the version, address, layout and content of `tensor`.
 
         Args:
             tensor: the tensor.
-            forget: called with the weak reference when the tensor is deleted.
+            forget: called with a weak reference when the tensor or its memory is deleted.
             compare: whether to record the content. False is for tensors that only attnkit writes.
         """
-        self.reference = weakref.ref(tensor, forget)
         self.valid = True
+        self._id = id(tensor)
         self._inference = tensor.is_inference()
         self._trusted = setting.trusts and not self._inference
         self._version = -1 if self._inference else version(tensor)
-        self._address = address(tensor)
+        self.address = address(tensor)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self._copy: Any = None
         self._digest = b""
         self._fingerprint: Tensor | None = None
         self._ready: torch.cuda.Event | None = None
+        self._storage: weakref.ref[Any] | None = None
+        self._object: weakref.ref[Tensor] | None = None
         self.expected: Tensor | None = None
-        if not compare or self._trusted or not self._address or tensor.__class__ not in PLAIN:
+        if not compare or self._trusted or not self.address or tensor.__class__ not in PLAIN:
+            self._stride, self._offset = (), 0
+            self._object = weakref.ref(tensor, forget)
             return
+        self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
+        self._storage = weakref.ref(tensor.untyped_storage(), forget)
         on_device = not self._inference and setting.compares_on(tensor.device)
         if tensor.device.type == "cpu" and not on_device:
             self._copy = _memory(tensor).copy()
@@ -109,23 +128,58 @@ class DataState:
         """Return whether `tensor` is the recorded object and its data has not changed.
 
         The content is not compared here if a GPU compares it (`expected` is not None) or if
-        version counters are trusted.
+        version counters are trusted. A tensor that got the id of a deleted one counts as the
+        recorded object if its layout and content are those recorded.
 
         Raises:
             UnsupportedError: the comparison must wait for a GPU while a CUDA graph is captured.
         """
-        if self.reference() is not tensor or not self.valid:
+        if self._storage is not None and (
+            tensor.stride() != self._stride
+            or tensor.shape != self.shape
+            or tensor.dtype is not self.dtype
+        ):
+            return False
+        return self.holds_unless_relaid(tensor)
+
+    def holds_unless_relaid(self, tensor: Tensor) -> bool:
+        """Return what `holds` returns, for a tensor with the recorded shape, strides and dtype.
+
+        Comparing these takes a quarter of a microsecond, which other guards may have spent.
+
+        Raises:
+            UnsupportedError: see `holds`.
+        """
+        if id(tensor) != self._id or not self.valid:
             return False
         if not self._inference:
             if version(tensor) != self._version:
                 return False
             if self._trusted and not setting.trusts:  # no content was recorded
                 return False
-        if address(tensor) != self._address:
+        if address(tensor) != self.address:
             return False
-        if self.expected is not None or (setting.trusts and not self._inference):
-            return True
-        return self.has_content_of(tensor)
+        if self._storage is None:
+            assert self._object is not None
+            return self._object() is tensor
+        if setting.trusts and not self._inference:
+            return self._is_object(tensor)
+        return self.expected is not None or self.has_content_of(tensor)
+
+    def _is_object(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is the object whose versions were counted since the record.
+
+        The first time this compares the content. From then on a weak reference tells the object
+        from another one with the same id, which may count its versions anew.
+
+        Raises:
+            UnsupportedError: see `holds`.
+        """
+        if self._object is None:
+            if not self._has_recorded_content(tensor):
+                return False
+            self._object = weakref.ref(tensor)
+        return self._object() is tensor
 
     def has_content_of(self, tensor: Tensor) -> bool:
         """Return whether the content of `tensor` equals the recorded content.
@@ -136,15 +190,43 @@ class DataState:
         Raises:
             UnsupportedError: see `holds`.
         """
+        if self.expected is not None:
+            return address(tensor) == self.address
+        return self._has_recorded_content(tensor)
+
+    def _has_recorded_content(self, tensor: Tensor) -> bool:
+        """Compare the content of `tensor` on the host; wait for a GPU if it is there."""
         if self._copy is not None:
             now = _memory(tensor)
             return now.shape == self._copy.shape and np.array_equal(now, self._copy)
-        if self.expected is not None:
-            return address(tensor) == self._address
         if self._fingerprint is None:
-            return True
+            return self._storage is None  # else the record was released with its memory
         _refuse_capture(tensor)
         return torch.equal(_fingerprint(tensor), self._fingerprint)
+
+    def storage(self) -> Any:
+        """Return the storage that was recorded; None if it was freed or not recorded."""
+        return None if self._storage is None else self._storage()
+
+    def recorded(self) -> Tensor | None:
+        """Return the recorded memory as a new tensor; None if it was freed or not recorded."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self._offset, self.shape, self._stride)
+
+    def storage_pointer(self) -> int:
+        """Return the address of the first byte of the storage; 0 if it was freed."""
+        if self._storage is None:
+            t = None if self._object is None else self._object()
+            return 0 if t is None else _storage(t)
+        storage = self._storage()
+        return 0 if storage is None else int(storage.data_ptr())
+
+    def is_reference(self, reference: Any) -> bool:
+        """Return whether this state created the weak reference that `forget` received."""
+        return reference is self._storage or reference is self._object
 
     def wait_until_recorded(self) -> None:
         """Wait until the GPU has computed `expected`, so that kernels on any stream may read it."""
@@ -159,10 +241,11 @@ class DataState:
         return self._digest
 
     def release(self) -> None:
-        """Free the copy and the fingerprint after the tensor was deleted.
+        """Invalidate the state, and free the copy and the fingerprint after the memory was freed.
 
-        Caches may still reference this state.
+        Caches may still reference this state, and another tensor may get the id and the address.
         """
+        self.valid = False
         self._copy = self._fingerprint = self.expected = None
 
 
@@ -225,7 +308,9 @@ class Setting:
 
 
 setting = Setting()
-_states: dict[int, DataState] = {}  # by the id of the tensor
+# By the id of the tensor. A state leaves when its memory is freed; a view may be deleted earlier.
+_states: dict[int, DataState] = {}
+_SIZE = 4096
 caches.register(_states.clear)
 
 
@@ -260,12 +345,24 @@ def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
 
     def forget(reference: Any) -> None:
         known = states.get(key)
-        if known is not None and known.reference is reference:
+        if known is not None and known.is_reference(reference):
             states.pop(key, None)
             known.release()
 
-    state = states[key] = DataState(tensor, forget, compare=compare)
+    state = DataState(tensor, forget, compare=compare)
+    _drop(key)
+    while len(states) >= _SIZE:
+        for oldest in list(states)[:1]:  # a copy, as another thread may edit the table
+            _drop(oldest)
+    states[key] = state
     return state
+
+
+def _drop(key: int) -> None:
+    """Remove the state of an id, and invalidate it, as `invalidate` does not find it any more."""
+    state = _states.pop(key, None)
+    if state is not None:
+        state.valid = False
 
 
 def invalidate(tensor: Tensor) -> None:
@@ -286,14 +383,17 @@ def invalidate(tensor: Tensor) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
-    storage = _storage(tensor)
+    _drop(id(tensor))
+    invalidate_storage(_storage(tensor))
+
+
+def invalidate_storage(pointer: int) -> None:
+    """Invalidate the states of all tensors whose storage begins at the address `pointer`, if any."""
+    if not pointer:
+        return
     for key, state in list(_states.items()):
-        other = state.reference()
-        if other is None:
-            continue
-        if other is tensor or (storage and _storage(other) == storage):
-            state.valid = False
-            _states.pop(key, None)
+        if state.storage_pointer() == pointer:
+            _drop(key)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -308,9 +408,15 @@ def trust_version_counters(trust: bool = True) -> AbstractContextManager[None]:
     """Choose whether attnkit detects changes of captured data by torch's version counters alone.
 
     If `trust` is True, attnkit neither compares captured data on the CPU nor checks fingerprints on
-    the GPU. That saves about 2 us per call. The caller must then make sure that every write to a
+    the GPU. On the CPU that saves the time to read the data. On a GPU it saves a launch for the
+    calls whose kernels cannot compare data: calls on Blackwell, calls in torch operators, and
+    tensors with gaps between their elements. The caller must then make sure that every write to a
     captured tensor goes through an in-place torch operator or is followed by `attnkit.invalidate`.
     Otherwise results can be silently wrong.
+
+    attnkit then holds a weak reference to a captured tensor. So `torch.utils.swap_tensors` refuses
+    that tensor, and with it `module.double()` under
+    `torch.__future__.set_swap_module_params_on_conversion(True)`.
 
     The setting applies to all threads of the process, because autograd runs backward passes in its
     own threads. In a `with` statement, the previous setting is restored after the block.

@@ -31,6 +31,7 @@ __all__ = [
     "device_index",
     "dynamo_parts",
     "fast_empty_strided",
+    "flex_parts",
     "function_mode_count",
     "grad_enabled",
     "in_autocast",
@@ -180,6 +181,27 @@ def mark_constant(function: Callable[..., Any]) -> None:
     `torch.compiler.assume_constant_result` does the same but imports Dynamo, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def flex_parts() -> SimpleNamespace:
+    """Return the private parts of FlexAttention that its users meet, as one namespace.
+
+    Attributes:
+        sliced: the mask_mod of a sliced BlockMask, which raises an error when it is called; None
+            if this version of torch keeps the mask_mod.
+        whole: BLOCK_SIZE of the BlockMask that stands for none.
+        compute_dq_write_order: function (BlockMask, dq_kv_order) -> (dq_write_order,
+            dq_write_order_full); None before torch 2.13.
+    """
+    from torch.nn.attention import flex_attention
+
+    return SimpleNamespace(
+        sliced=getattr(flex_attention, "_sliced_mask_mod_error", None),
+        whole=flex_attention._LARGE_SPARSE_BLOCK_SIZE,
+        compute_dq_write_order=getattr(
+            flex_attention, "_compute_dq_write_order_from_block_mask", None
+        ),
+    )
 
 
 def dynamo_parts() -> SimpleNamespace:

@@ -31,6 +31,8 @@ class Site(Protocol):
         steps: offsets of the thread's rows from its first row, and of its columns from its first
             column; None if not known. Scores with the same difference of the two offsets have the
             same q - kv.
+        column_group: columns whose step divided by this rounds down to the same integer have the
+            same kv // column_group; a power of two, 1 if nothing is known.
     """
 
     tensors: Sequence[Any]
@@ -41,6 +43,7 @@ class Site(Protocol):
     scale: Value
     origin: Value
     steps: tuple[Sequence[int], Sequence[int]] | None
+    column_group: int
 
 
 class ForwardHooks(Protocol):
@@ -59,6 +62,7 @@ class ForwardHooks(Protocol):
         instruction_estimate: estimated number of instructions that compute x.
         lists_override_mask: whether block lists take precedence over the mask, which is then not
             applied to their FULL blocks.
+        has_sink: whether the hook `sink` returns a value.
     """
 
     intervals: int | None
@@ -70,6 +74,7 @@ class ForwardHooks(Protocol):
     row_factor: bool
     instruction_estimate: int
     lists_override_mask: bool
+    has_sink: bool
 
     def head(self, site: Any) -> Values:
         """Compute the values that depend only on the head; called once per tile."""
@@ -157,6 +162,17 @@ class ForwardHooks(Protocol):
         """Return the term that x leaves out of the row's LSE, in natural units, or None."""
         ...
 
+    def sink(self, tensors: Sequence[Any], h: Value) -> Value:
+        """Return the attention sink of query head `h`, in natural units, or None.
+
+        The kernel adds it to the denominator of each row once. The backward does not call this
+        hook, because its LSE includes the sink.
+
+        Args:
+            tensors: captured tensors, as in `Site`.
+        """
+        ...
+
 
 class BackwardHooks(ForwardHooks, Protocol):
     """Emits the code of the recomputed score, its derivative and the gradients for a backward.
@@ -168,19 +184,25 @@ class BackwardHooks(ForwardHooks, Protocol):
 
     Attributes:
         has_derivative: whether the derivative of the mod with respect to the score differs from 1.
-        gradient_levels: for each learned load (a load of a captured tensor that requires grad), the
-            level at which its index is known: "head", "row", "column", "relative" (q - kv) or
-            "element".
+        gradient_levels: for each learned load (a load of a captured tensor that requires grad) whose
+            gradient is summed score by score, the level at which its index is known: "head", "row",
+            "column", "relative" (q - kv) or "element".
+        row_factors: whether the derivative of the mod depends on the row alone and is left out of
+            dS in dQ = dS K. The postprocess then multiplies dQ by it.
         gradient_slots: for each learned load, the index of its gradient in the kernel's `totals`.
         gradient_repeats: for each learned load at level "relative" or "element", whether several
             diagonals or scores may read the same element of its tensor; False at other levels.
+        gradient_by_block: for each learned load, whether it may read one element per column in all
+            rows of a q block. It does so where all rows have the same `row_values`.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
 
     has_derivative: bool
+    gradient_by_block: tuple[bool, ...]
     loads_per_score: bool
     has_distance_term: bool
+    row_factors: bool
     gradient_levels: tuple[str, ...]
     gradient_slots: tuple[int, ...]
     gradient_repeats: tuple[bool, ...]
@@ -194,6 +216,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         places: Sequence[tuple[int, int, Value]],
         steps: Sequence[int] | None = None,
         shared: dict[Any, Values] | None = None,
+        known: Any = None,
     ) -> tuple[list[Value], list[Value] | None]:
         """Compute x as `score` does, and the derivatives of the mod with respect to the score.
 
@@ -201,10 +224,25 @@ class BackwardHooks(ForwardHooks, Protocol):
             steps: q - kv of each score, minus q - kv of the thread's first score.
             shared: cache of values that depend only on q - kv, by step; the hook reads and extends
                 it.
+            known: what `block_values` returned, if all rows have the same `row_values`.
 
         Returns:
             x and the derivatives; the derivatives are None if they are all 1.
         """
+        ...
+
+    def row_values(self, site: Any, q: Value) -> Values:
+        """Return the values of row `q` on which the loads of `block_values` depend."""
+        ...
+
+    def block_values(
+        self, site: Any, q: Value, columns: Sequence[tuple[Value, Value, Values]]
+    ) -> Any:
+        """Return `known` of the other methods, for a block of rows with the `row_values` of `q`."""
+        ...
+
+    def row_slope(self, site: Any, head: Values, row: Values) -> Value:
+        """Return the derivative of the mod in a row; called only if `row_factors`."""
         ...
 
     def distance_term(self, site: Any, head: Values) -> Value:
@@ -218,6 +256,7 @@ class BackwardHooks(ForwardHooks, Protocol):
         rows: Sequence[tuple[Value, Values]],
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value, Value]],
+        known: Any = None,
     ) -> tuple[list[Value], list[list[Value]], list[list[Any]]]:
         """Compute the gradients of the raw scores and of the values that each learned load reads.
 
@@ -225,6 +264,7 @@ class BackwardHooks(ForwardHooks, Protocol):
 
         Args:
             places: (row, column, raw score q . k, gradient of the modified score) of each score.
+            known: what `block_values` returned, if all rows have the same `row_values`.
 
         Returns:
             The gradients of the raw scores times the softmax scale; the gradients of the loads; and
@@ -248,4 +288,46 @@ class BackwardHooks(ForwardHooks, Protocol):
             q, kv: position of the score; None where the level of the load does not need it.
             known: what `dscore` returned for the score; None to compute the index.
         """
+        ...
+
+
+class RowHooks(Protocol):
+    """Emits the code of values of whole rows for the kernels before and after a main backward.
+
+    Attributes:
+        gradient_levels: for each learned load whose gradient follows from a sum over a row, the
+            level at which its index is known: "head" or "row".
+        gradient_slots: for each of them, the index of its gradient in the kernel's `totals`.
+    """
+
+    gradient_levels: tuple[str, ...]
+    gradient_slots: tuple[int, ...]
+
+    def value(self, site: Any, q: Value) -> Value:
+        """Return the value of row `q`, or None.
+
+        For the preprocess this is the term that shifts the row's scores, in natural units; for the
+        postprocess the derivative of the mod with respect to the score.
+        """
+        ...
+
+    def gradients(self, site: Any, q: Value, total: Value) -> list[Value]:
+        """Compute the gradients of the learned loads from a sum over row `q`.
+
+        Args:
+            total: for the preprocess, the sum of the gradients of the modified scores; for the
+                postprocess, the sum of these gradients times the scores.
+        """
+        ...
+
+    def gradient_index(
+        self,
+        i: int,
+        site: Any,
+        shape: Sequence[Value],
+        q: Value | None,
+        kv: Value | None,
+        known: Any = None,
+    ) -> tuple[Value, ...]:
+        """Return the index that learned load `i` reads, see `BackwardHooks.gradient_index`."""
         ...

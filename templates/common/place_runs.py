@@ -87,6 +87,46 @@ class PlaceRuns(ExactSums):
         offsets = [Int32((place.toint() - base) // size) for place in places]
         self._add_group(total, runs, self.run_of(i), offsets, list(values))
 
+    def add_of_block(
+        self,
+        i: int,
+        total: cute.Tensor,
+        runs: Runs,
+        places: Sequence[cute.Pointer],
+        values: Sequence[Any],
+    ) -> None:
+        """Add the sums of a block, as `add_to_run` does; all lanes of a warp must call it.
+
+        The next block often has another place. If all lanes have the same place, they end their
+        runs together, with one addition in memory.
+        """
+        base, size = total.iterator.toint(), total.element_type.width // 8
+        offsets = [Int32((place.toint() - base) // size) for place in places]
+        self._add_warp(total, runs, self.run_of(i), offsets, list(values))
+
+    @cute.jit
+    def _add_warp(
+        self,
+        total: cute.Tensor,
+        runs: Runs,
+        at: cutlass.Constexpr,
+        offsets: list,
+        values: list,
+    ):
+        first, more = offsets[0], values[0]
+        equal = first == cute.arch.shuffle_sync(first, 0)
+        for offset, value in zip(offsets[1:], values[1:], strict=True):
+            equal = equal & (offset == first)
+            more = more + value
+        if cute.arch.vote_all_sync(equal):
+            if cute.arch.vote_any_sync(first != runs.places[at]):
+                self._end_run(total, runs, at)
+                runs.places[at] = first
+                runs.sums[at] = Float32(0.0)
+            runs.sums[at] = runs.sums[at] + more
+        else:
+            self._add_group(total, runs, at, offsets, values)
+
     @cute.jit
     def _add_group(
         self,

@@ -18,3 +18,4 @@ class Site:
     scale: Any
     origin: Any
     steps: Any = None
+    column_group: int = 1

@@ -7,7 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, cute
 
-from attnkit.templates.common.constants import LN2, NEG_INF
+from attnkit.templates.common import device
+from attnkit.templates.common.constants import LN2, LOG2_E, NEG_INF
 
 
 def row_results(
@@ -17,6 +18,7 @@ def row_results(
     highest: Float32,
     factor: Float32 | None,
     lse_term: Float32 | None,
+    sink: Float32 | None = None,
 ) -> tuple[Float32, Float32, Float32]:
     """Compute the output scale, the LSE and the largest score of a finished row.
 
@@ -27,11 +29,15 @@ def row_results(
         highest: the largest score; used only if the kernel writes the maxima.
         factor: factor that converts scores to log2 units; None for 1.
         lse_term: term to add to the row's LSE, see `ForwardHooks.lse_offset`; None for 0.
+        sink: attention sink, one more logit of the row in natural units; None for none.
 
     Returns:
         The factor of the output, the LSE and the largest score, in natural units. A fully masked
-        row has 0, -inf and -inf.
+        row has 0, -inf (the sink, if there is one) and -inf.
     """
+    if sink is not None:
+        scale, lse = _with_sink(total, gap, row_max, factor, lse_term, sink)
+        return scale, lse, _max_score(highest, factor, lse_term)
     masked = total == Float32(0.0)
     divisor = total if gap is None else total + gap
     scale = cutlass.select_(masked, Float32(0.0), cute.arch.rcp_approx(divisor))
@@ -47,11 +53,59 @@ def row_results(
         spoiled = cutlass.select_(wiped, Float32(0.0), scale + (lse_term - lse_term))
         scale = cutlass.select_(masked | wiped, Float32(0.0), spoiled)
     lse = cutlass.select_(masked, Float32(NEG_INF), lse)
-    max_score = highest * unit * LN2
+    return scale, lse, _max_score(highest, factor, lse_term)
+
+
+def _max_score(highest: Float32, factor: Float32 | None, lse_term: Float32 | None) -> Float32:
+    """Return the largest score of a row in natural units; see `row_results`."""
+    max_score = highest * (Float32(1.0) if factor is None else factor) * LN2
     if lse_term is not None:
         empty = max_score == Float32(NEG_INF)
         max_score = cutlass.select_(empty, max_score, max_score + lse_term)
-    return scale, lse, max_score
+    return max_score
+
+
+def _with_sink(
+    total: Float32,
+    gap: Float32 | None,
+    row_max: Float32 | None,
+    factor: Float32 | None,
+    lse_term: Float32 | None,
+    sink: Float32,
+) -> tuple[Float32, Float32]:
+    """Return the factor of the output and the LSE of a row with an attention sink.
+
+    The sum of the scores and the sink are each taken relative to the larger of the sink and the row
+    maximum, so that neither overflows. The arguments are those of `row_results`.
+    """
+    masked = total == Float32(0.0)
+    unit = Float32(1.0) if factor is None else factor
+    own = Float32(0.0) if row_max is None else row_max * (unit * LN2)  # what `total` is relative to
+    if lse_term is not None:
+        masked = masked | (lse_term == Float32(NEG_INF))
+        own = own + lse_term
+    base = cute.arch.fmax(own, sink)
+    decay = device.exp2((own - base) * Float32(LOG2_E))
+    share = device.exp2((sink - base) * Float32(LOG2_E))
+    divisor = total if gap is None else total + gap
+    scale = decay * cute.arch.rcp_approx(divisor * decay + share)
+    lse = base + cute.math.log(total * decay + share)
+    # the sum over no keys is 0, whatever the sink
+    return cutlass.select_(masked, Float32(0.0), scale), cutlass.select_(masked, sink, lse)
+
+
+def own_sink(sink: Float32 | None, split_slot: Any) -> Float32 | None:
+    """Return the sink to add in the epilogue of a work tile; None if there is none.
+
+    It is -inf for a part of split rows, because `Combine` adds the sink to the merged row.
+
+    Args:
+        sink: result of the hook `sink`.
+        split_slot: slot of the part, negative for a whole row.
+    """
+    if sink is None:
+        return None
+    return cutlass.select_(split_slot >= 0, Float32(NEG_INF), sink)
 
 
 def largest(values: list[Any], nan: bool) -> Any:

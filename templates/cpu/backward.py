@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.templates.cpu.call import PAIRS, Call, Workspace, exponential, finite
+from attnkit.templates.cpu.call import PAIRS, Call, Workspace, exponential, finite, with_sink
 from attnkit.templates.cpu.hooks import Hooks
 from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
@@ -37,7 +37,7 @@ def backward(
     hooks: Hooks,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `forward`; the hooks accumulate the gradients of captured tensors.
+    """Compute the gradients of `forward`; the hooks accumulate those of captured tensors and sink.
 
     Args:
         grad_out: [B, Hq, Sq, Dv], gradient of out.
@@ -68,7 +68,30 @@ def backward(
         if chunk.last:
             rows.finish(dq[unit.batch, unit.head, chunk.rows], scale)
     shared.leave()
+    if hooks.sink is not None and hooks.sink_grad is not None:
+        for head in range(query.shape[1]):
+            here = slice(None), head
+            dlse = None if grad_lse is None else grad_lse[here]
+            part = _sink_gradient(hooks.sink[head], out[here], grad_out[here], lse[here], dlse)
+            hooks.sink_grad[head] += part
     return dq, dk, dv
+
+
+def _sink_gradient(
+    sink: Tensor, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """Compute the gradient of the sink of one head: the sum of its p (dLSE - delta) over all rows.
+
+    Args:
+        sink: 0-d.
+        out, grad_out: [B, Sq, Dv].
+        lse, grad_lse: [B, Sq]; None for a gradient of zero.
+    """
+    minus_delta = -torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype))
+    if grad_lse is not None:
+        minus_delta += grad_lse
+    p = torch.exp(sink - lse).masked_fill_(lse == -math.inf, 0)
+    return p.mul_(minus_delta).sum()
 
 
 class Rows:
@@ -90,6 +113,10 @@ class Rows:
         self._dq = self.q.new_zeros(self.q.shape)
         self._lse = unit.rows(lse[..., None], chunk, dtype)
         self._dead = self._lse == -math.inf
+        self._sink: Tensor | None = None
+        if call.hooks.sink is not None:
+            sink = call.hooks.sink[unit.head].view(1, -1, 1, 1)
+            self._sink = sink.expand(*unit.shape, chunk.height, 1).reshape(self._lse.shape)
         self._dlse: Tensor | None = None
         if grad_lse is not None:
             self._dlse = unit.rows(grad_lse[..., None], chunk, dtype).masked_fill(self._dead, 0)
@@ -109,8 +136,14 @@ class Rows:
             return
         for keep in keeps:
             keep.fill(spread)
-        exponential(s, finite(s.amax(dim=-1, keepdim=True)), self._factor)
-        s.div_(s.sum(dim=-1, keepdim=True).masked_fill_(self._dead, 1))
+        peak = s.amax(dim=-1, keepdim=True)
+        exponential(s, finite(peak), self._factor)
+        total = s.sum(dim=-1, keepdim=True)
+        if self._sink is None:
+            s.div_(total.masked_fill_(self._dead, 1))
+        else:
+            decay, total, _ = with_sink(total, peak.mul_(self._factor), self._sink)
+            s.mul_(decay / total)
 
     def score_gradient(self, p: Tensor, dp: Tensor) -> None:
         """Replace `dp` by the gradient of the modified scores in place, given the softmax `p`."""

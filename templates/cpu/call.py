@@ -128,3 +128,24 @@ def finite(peak: Tensor) -> Tensor:
     """
     limit = torch.finfo(peak.dtype)
     return peak.clamp(limit.min, limit.max)
+
+
+def with_sink(total: Tensor, peak: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the logit `sink` to the denominators of softmax rows.
+
+    Args:
+        total: sums of exp(score - peak).
+        peak: row maxima; -inf for a row without keys.
+        sink: one more logit of each row, broadcastable to `peak`.
+
+    Returns:
+        A factor and a divisor of exp(score - peak), which give the softmax, 0 for a row without
+        keys; and the LSE.
+    """
+    base = torch.maximum(peak, sink)
+    base = base.masked_fill(base == -math.inf, 0)
+    decay = torch.exp(peak - base)
+    total = total * decay + torch.exp(sink - base)
+    empty = peak == -math.inf  # the sum over no keys is 0, whatever the sink
+    lse = torch.where(empty, sink, base + torch.log(total))
+    return decay.masked_fill_(empty, 0), total.masked_fill_(empty, 1), lse

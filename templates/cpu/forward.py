@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.templates.cpu.call import Call, Workspace, exponential, finite
+from attnkit.templates.cpu.call import Call, Workspace, exponential, finite, with_sink
 from attnkit.templates.cpu.hooks import Hooks
 from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
@@ -47,7 +47,8 @@ def forward(
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; LSE [B, Hq, Sq], natural
         logarithm, float32 (float64 for float64); the largest score of each row in the shape and
-        dtype of the LSE, or None. A fully masked row gives 0, -inf and -inf.
+        dtype of the LSE, or None. A fully masked row gives 0, -inf (the sink, if there is one) and
+        -inf.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     out = output_like(query, value.shape[-1])
@@ -63,7 +64,8 @@ def forward(
             softmax.add(s, unit.columns(value, chunk, call.dtype))
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
-            softmax.finish(out[here], lse[here], None if top is None else top[here])
+            sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
+            softmax.finish(out[here], lse[here], None if top is None else top[here], sink)
     return out, lse, top
 
 
@@ -111,18 +113,31 @@ class Softmax:
             self._acc.mul_(decay).baddbmm_(s, v)
         self._peak, self._shift = peak, shift
 
-    def finish(self, out: Tensor, lse: Tensor, top: Tensor | None) -> None:
-        """Write `out` [nb, nh, rows, Dv], `lse` and, if given, the maxima `top` [nb, nh, rows]."""
+    def finish(self, out: Tensor, lse: Tensor, top: Tensor | None, sink: Tensor | None) -> None:
+        """Write the results of the rows.
+
+        Args:
+            out: [nb, nh, rows, Dv], written.
+            lse: [nb, nh, rows], written.
+            top: [nb, nh, rows], written with the maxima; None if they are not needed.
+            sink: [1, nh, 1], one more logit of each row; None for none.
+        """
         if self._acc is None:
             out.zero_()
-            lse.fill_(-math.inf)
+            lse.copy_(torch.full_like(lse, -math.inf) if sink is None else sink.expand(lse.shape))
             if top is not None:
                 top.fill_(-math.inf)
             return
-        log = torch.log(self._total)
-        lse.copy_(log.add_(self._shift, alpha=self._factor).view(lse.shape))
         if top is not None:
             torch.mul(self._peak.view(top.shape), self._factor, out=top)
+        if sink is not None:
+            peak = self._peak.view(lse.shape) * self._factor
+            decay, total, with_sink_lse = with_sink(self._total.view(lse.shape), peak, sink)
+            lse.copy_(with_sink_lse)
+            torch.div(self._acc.view(out.shape) * decay[..., None], total[..., None], out=out)
+            return
+        log = torch.log(self._total)
+        lse.copy_(log.add_(self._shift, alpha=self._factor).view(lse.shape))
         tiny = torch.finfo(self._total.dtype).tiny  # a fully masked row becomes 0 / tiny
         total = self._total.clamp_(min=tiny)
         torch.div(self._acc.view(out.shape), total.view(*lse.shape, 1), out=out)

@@ -37,10 +37,14 @@ class Hooks(Protocol):
     Attributes:
         has_score: False if scores pass through unchanged; `score` and `dscore` are then not called.
         needs_captured_grad: whether `backward` calls `captured_grad`.
+        sink: [Hq], one more logit in the denominator of each row; None for none.
+        sink_grad: [Hq], to which `backward` adds the gradient of the sink; None to compute none.
     """
 
     has_score: bool
     needs_captured_grad: bool
+    sink: Tensor | None
+    sink_grad: Tensor | None
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Return the modified scores of raw scores `s`, broadcastable to [nb, nh, nq, nkv]."""

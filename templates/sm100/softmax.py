@@ -434,7 +434,7 @@ class Softmax:
     # ------------------------------------------------------------------------------ end of a tile
 
     def finish(
-        self, tile: TileValues, state: RowState, gap: Float32
+        self, tile: TileValues, state: RowState, gap: Float32, sink: Float32 | None
     ) -> tuple[Float32, Float32, Float32]:
         """Return the factor of the output, the LSE and the largest score of the row.
 
@@ -442,11 +442,12 @@ class Softmax:
             tile: values of the work tile.
             state: softmax state of the row.
             gap: rounding correction of the sum, see `RowThread.gaps`.
+            sink: attention sink to add to the row; None for none.
         """
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
         lse_term = self.hooks.lse_offset(tile.site, tile.head, tile.row[1])
-        return row_results(row_sum, gap, row_max, highest, factor, lse_term)
+        return row_results(row_sum, gap, row_max, highest, factor, lse_term, sink)
 
 
 @cute.jit

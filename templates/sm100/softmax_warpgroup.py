@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common.forward_work import Scalars
+from attnkit.templates.common.softmax import own_sink
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import ROWS, WARPGROUP_WARPS, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
@@ -108,7 +109,8 @@ class SoftmaxWarpgroup:
             for _ in cutlass.range(work.num_blocks - work.num_masked, unroll=1):
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
-            scale, lse, max_score = self.softmax.finish(tile, state, gaps[place])
+            sink = self.sink(work_ring, tile_idx, captured)
+            scale, lse, max_score = self.softmax.finish(tile, state, gaps[place], sink)
             row_numbers.wait_empty(kv_idx + tile_idx)  # earlier scales: one per block and per tile
             row_numbers.write(place, scale)
             # read the record again, which saves registers in the mainloop
@@ -119,6 +121,16 @@ class SoftmaxWarpgroup:
             tile_idx += 1
             work = work_ring.wait(tile_idx)
         work_ring.release(tile_idx)
+
+    def sink(self, work_ring: WorkRing, tile_idx: Int32, captured: list) -> Float32 | None:
+        """Return the sink that this work tile adds to its rows; None if the variant has none.
+
+        The record is read again, which saves registers in the mainloop.
+        """
+        if not self.softmax.hooks.has_sink:
+            return None
+        work = work_ring.wait(tile_idx)
+        return own_sink(self.softmax.hooks.sink(captured, work.head), work.split_slot)
 
     def block(
         self,

@@ -60,6 +60,7 @@ from attnkit.templates.sm90.backward_mma import (
     tiled_mmas,
 )
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
+from attnkit.templates.sm90.backward_row_slopes import RowSlopes
 from attnkit.templates.sm90.backward_shared import (
     CLEAR_WARP,
     CONSUMERS,
@@ -139,6 +140,7 @@ class Backward:
         late = not (hooks.has_derivative or hooks.gradient_levels or config.rounded)
         self.softmax = SoftmaxBackward(config, hooks, alibi, late)
         self.captured_grads = CapturedGrads(config, self.softmax)
+        self.row_slopes = RowSlopes(hooks, self.dtype)
         self.epilogue = Epilogue(config)
         self.deterministic = DeterministicReduce(config)
         self.dq_reduce: Reduce = DqReduce(config.chunk)
@@ -509,6 +511,7 @@ class Backward:
         c, mma, bars, out = self.config, w.mma, w.bars, w.out
         # P and dS as A operands, viewed in the layout of the accumulator of S
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds, mma.s)
+        to_dq = ds  # what dQ = dS K reads from shared memory
         s, phase = q_stage(c, q_count), q_phase(c, q_count)
         v_empty = bars.load.v_empty + out.wg
         if self.hooks.gradient_levels:
@@ -517,14 +520,20 @@ class Backward:
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
         else:
             warpgroup.wait_group(1)  # S is complete; dP runs during the exponentials
-            self.softmax.compute_p(block, tile, mma.s, mma.s, p)
+            factors = self.row_slopes.allocate(mma.s)
+            self.softmax.compute_p(block, tile, mma.s, mma.s, p, factors)
             warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
-            self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
+            if factors is not None:
+                to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds)
+            else:
+                self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
         # wait until both consumers have read dS of the block that used this stage before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(
-            w.ds_copy, w.ds_thread.retile(ds), w.ds_smem[None, None, None, s * CONSUMERS + out.wg]
+            w.ds_copy,
+            w.ds_thread.retile(to_dq),
+            w.ds_smem[None, None, None, s * CONSUMERS + out.wg],
         )
         # wgmma of both consumers reads dS by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.place_runs import PlaceRuns, Runs
@@ -79,10 +79,54 @@ class CapturedGrads(PlaceRuns):
         sums: CapturedSums,
     ):
         """Call `compute`, with the mask if the block needs it."""
-        if (block.word & APPLY_MASK) != 0:
+        if cutlass.const_expr(any(self.hooks.gradient_by_block)):
+            self._compute_by_block(block, tile, scores, p, dp, ds, sums)
+        elif (block.word & APPLY_MASK) != 0:
             self.compute(block, True, tile, scores, p, dp, ds, sums)
         else:
             self.compute(block, False, tile, scores, p, dp, ds, sums)
+
+    @cute.jit
+    def _compute_by_block(
+        self,
+        block: QBlock,
+        tile: KvBlock,
+        scores: cute.Tensor,
+        p: cute.Tensor,
+        dp: cute.Tensor,
+        ds: cute.Tensor,
+        sums: CapturedSums,
+    ):
+        """Call `compute` with `by_block` for a FULL block whose rows have the same `row_values`.
+
+        Other FULL blocks are masked too, which changes nothing, so that there are two copies of the
+        code and not three. A mask that is computed for each score is not applied to them.
+        """
+        masked = (block.word & APPLY_MASK) != 0
+        equal = Boolean(False)
+        if not masked:
+            equal = self._rows_are_equal(block, tile)
+        if equal:
+            self.compute(block, False, tile, scores, p, dp, ds, sums, by_block=True)
+        elif cutlass.const_expr(not self.hooks.has_mask or self.hooks.intervals is not None):
+            self.compute(block, True, tile, scores, p, dp, ds, sums)
+        elif masked:
+            self.compute(block, True, tile, scores, p, dp, ds, sums)
+        else:
+            self.compute(block, False, tile, scores, p, dp, ds, sums)
+
+    def _rows_are_equal(self, block: QBlock, tile: KvBlock) -> Any:
+        """Return whether all rows of an unmasked block have the same `row_values`, per warp."""
+        first = (block.word >> 2) * self.config.block_q
+        expected = self.hooks.row_values(tile.site, first)
+        equal = Boolean(True)
+        for rows in range(0, self.config.block_q, 32):
+            at = cutlass.min(rows + cute.arch.lane_idx(), Int32(self.config.block_q - 1))
+            for value, other in zip(
+                self.hooks.row_values(tile.site, first + at), expected, strict=True
+            ):
+                equal = equal & (value == other)
+        return cute.arch.vote_all_sync(equal)
 
     def compute(
         self,
@@ -94,6 +138,7 @@ class CapturedGrads(PlaceRuns):
         dp: cute.Tensor,
         ds: cute.Tensor,
         sums: CapturedSums,
+        by_block: bool = False,
     ) -> None:
         """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
 
@@ -107,6 +152,7 @@ class CapturedGrads(PlaceRuns):
             dp: f32 dP - delta.
             ds: dS in the dtype, written.
             sums: sums of the gradients of captured tensors.
+            by_block: whether all rows of the block have the same `BackwardHooks.row_values`.
         """
         softmax, learned = self.softmax, self.hooks.gradient_levels
         site, head, columns = tile.site, tile.head, tile.columns
@@ -117,17 +163,21 @@ class CapturedGrads(PlaceRuns):
         d0 = first - tile.first_column  # not clamped to the tensors: lanes are offset from it
         shared: dict[Any, Any] = {}
         terms = softmax.alibi.terms(block, tile)
+        known = self.hooks.block_values(site, first, columns) if by_block else None
+        in_block = [
+            ColumnSums() if by_block and one else None for one in self.hooks.gradient_by_block
+        ]
         for g in range(cute.size(scores) // 4):
             rows, places = softmax.group(masked is not False, tile, first, g, scores)
             lse = load_pair(block.lse, g)
-            ps, _ = softmax.exponentials(tile, rows, places, lse, g, shared, terms)
+            ps, _ = softmax.exponentials(tile, rows, places, lse, g, shared, terms, known)
             keep = softmax.keep(block, tile, rows, bits, g) if masked else None
             if masked is None:
                 rough = (w for k in range(2) for w in device.unpack(pairs[2 * g + k], self.dtype))
                 keep = [w != Float32(0.0) for w in rough]
             ps = _select(keep, ps)
             grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
-            dscores, values, known = self.hooks.dscore(site, head, rows, columns, grads)
+            dscores, values, indices = self.hooks.dscore(site, head, rows, columns, grads, known)
             if masked is None:
                 keep = None  # mask only P: more selections would need more registers
             dscores = _select(keep, dscores)
@@ -140,12 +190,31 @@ class CapturedGrads(PlaceRuns):
                 kept = _select(keep, values[i])
                 if level == "relative":
                     self._add_along(i, diagonals[i].take(kept), d0, site, sums)
+                elif (block_sums := in_block[i]) is not None:
+                    block_sums.take(kept, indices[i])
                 else:
-                    self._add(i, level, at, site, rows, columns, kept, known[i], sums)
+                    self._add(i, level, at, site, rows, columns, kept, indices[i], sums)
                 at += RUNNING[level]
         for i, one in enumerate(diagonals):
             if one is not None:
                 self._add_along(i, one.rest(), d0, site, sums)
+        for i, block_sums in enumerate(in_block):
+            if block_sums is not None:
+                self._add_block(i, block_sums, site, first, columns, sums)
+
+    def _add_block(
+        self, i: int, block_sums: Any, site: Any, q: Any, columns: Any, sums: CapturedSums
+    ) -> None:
+        """Add the sums of a q block to the gradient of load `i`, which reads one place per column.
+
+        `q` is the position of one of the rows.
+        """
+        total = sums.totals[self.hooks.gradient_slots[i]]
+        places = [
+            self.place_of(i, site, total, q, kv, index)
+            for (kv, *_), index in zip(columns, block_sums.indices, strict=True)
+        ]
+        self.add_of_block(i, total, sums.runs, places, block_sums.totals)
 
     def _add_along(self, i: int, diagonals: Any, d0: Any, site: Any, sums: CapturedSums) -> None:
         """Add sums along diagonals to the gradient of load `i` in memory.
@@ -226,6 +295,24 @@ def _select(keep: Any, values: list[Any]) -> list[Any]:
     if keep is None:
         return values
     return [cutlass.select_(k, x, Float32(0.0)) for k, x in zip(keep, values, strict=True)]
+
+
+class ColumnSums:
+    """Sums the values of a thread's two columns over the rows of a q block.
+
+    Attributes:
+        totals: the sum of each column.
+        indices: the index of each column, from `hooks.dscore`.
+    """
+
+    def __init__(self) -> None:
+        self.totals = [Float32(0.0), Float32(0.0)]
+        self.indices: list[Any] = []
+
+    def take(self, values: Any, indices: Any) -> None:
+        """Add four values, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1)."""
+        self.totals = [self.totals[c] + (values[2 * c] + values[2 * c + 1]) for c in range(2)]
+        self.indices = [indices[0], indices[2]]
 
 
 class Diagonals:

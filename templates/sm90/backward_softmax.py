@@ -8,7 +8,8 @@ row 2 (i // 4) + (i & 1).
 The gradient of the raw scores is dS = P J (dP - delta), where J is the derivative of the mod with
 respect to the raw score, called its slope. P J replaces the scores in their registers as soon as it
 is known. A mod therefore needs no extra registers, and subexpressions that the mod and J share are
-computed once.
+computed once. If the hooks have `row_factors`, J depends on the row alone: P replaces the scores,
+dK gets dS = J dF for dF = P (dP - delta), and dQ gets dF, which the postprocess multiplies by J.
 """
 
 from __future__ import annotations
@@ -122,10 +123,12 @@ class SoftmaxBackward:
         scores: cute.Tensor,
         slopes: cute.Tensor,
         p: cute.Tensor,
+        factors: cute.Tensor | None = None,
     ):
         """Compute P J into `slopes` and P into `p`, with the mask if the block needs it.
 
-        If captured tensors have gradients, `slopes` receives the unchanged scores. If `rounded`,
+        If gradients are summed score by score, `slopes` receives the unchanged scores. With
+        `row_factors`, it receives P, and `factors` receives J. If `rounded`,
         `slopes` is not written, because the slope is 1. If `late`, `p` is not written: `compute_ds`
         rounds P.
 
@@ -135,12 +138,13 @@ class SoftmaxBackward:
             scores: f32, accumulator of S^T; may be the same registers as `slopes`.
             slopes: f32, P J.
             p: P in the dtype.
+            factors: f32 J of the thread's rows; None without `row_factors`.
         """
         # two copies of the code: a FULL block runs no instruction of the mask
         if (block.word & APPLY_MASK) != 0:
-            self._compute_p(block, True, tile, scores, slopes, p)
+            self._compute_p(block, True, tile, scores, slopes, p, factors)
         else:
-            self._compute_p(block, False, tile, scores, slopes, p)
+            self._compute_p(block, False, tile, scores, slopes, p, factors)
 
     def _compute_p(
         self,
@@ -150,6 +154,7 @@ class SoftmaxBackward:
         scores: cute.Tensor,
         slopes: cute.Tensor,
         p: cute.Tensor,
+        factors: cute.Tensor | None,
     ) -> None:
         hooks = self.hooks
         first = (block.word >> 2) * self.config.block_q + block.row0
@@ -162,6 +167,10 @@ class SoftmaxBackward:
             rows, places = self.group(masked, tile, first, g, scores)
             lse = load_pair(block.lse, g)
             ps, slope = self.exponentials(tile, rows, places, lse, g, shared, terms)
+            if factors is not None:
+                for k, (_, row) in enumerate(rows):
+                    factors[2 * g + k] = hooks.row_slope(tile.site, tile.head, row)
+                slope = None
             ws = ps if slope is None else [w * j for w, j in zip(ps, slope, strict=True)]
             if masked:
                 keep = self.keep(block, tile, rows, bits, g)
@@ -188,7 +197,7 @@ class SoftmaxBackward:
 
     def exponentials(
         self, tile: KvBlock, rows: Any, places: Any, lse: Any, g: int, shared: dict[Any, Any],
-        terms: Term | None,
+        terms: Term | None, known: Any = None,
     ) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
         """Return unmasked P of the elements of group `g`, and the slopes (None if all are 1).
 
@@ -200,11 +209,12 @@ class SoftmaxBackward:
             shared: cache of values by q - kv. Elements of a later group have the same q - kv as
                 elements of an earlier group in the other column.
             terms: see `Alibi.terms`.
+            known: see `BackwardHooks.block_values`.
         """
         site, head = tile.site, tile.head
         steps = [8 * (g - c) + j for j, c, _ in places]
         x, slope = self.hooks.score_and_derivative(
-            site, head, rows, tile.columns, places, steps, shared
+            site, head, rows, tile.columns, places, steps, shared, known
         )
         factor = self.hooks.factor(site, head)
         bounds = self._bounds(tile, rows, lse)

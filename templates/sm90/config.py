@@ -34,6 +34,7 @@ class ForwardConfig:
         store_from_registers: store the output from registers, because shared memory has no room for
             its tile.
         need_max: also write the row maxima.
+        checks_data: idle warps compare captured data with its fingerprints.
     """
 
     dtype: str = "bfloat16"
@@ -48,6 +49,7 @@ class ForwardConfig:
     poly: int = 0
     store_from_registers: bool = False
     need_max: bool = False
+    checks_data: bool = False
 
     @property
     def block_q(self) -> int:

@@ -4,7 +4,7 @@ The kernel is persistent, with one CTA per SM. The warps of a CTA have these rol
 
     warp 0              producer: iterates over the kv blocks of a work tile, loads Q, K, V by TMA
     warp 1              tile scheduler: fetches work tiles, longest first
-    warps 2 and 3       write the fully masked tiles
+    warps 2 and 3       write the fully masked tiles, compare captured data with its fingerprints
     warpgroups 1 and up consumers, 64 query rows each
 
 A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P from
@@ -30,6 +30,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
+from attnkit.templates.common.fingerprint import compare_chunks
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
@@ -42,7 +43,12 @@ from attnkit.templates.sm90.config import (
     ForwardConfig,
 )
 from attnkit.templates.sm90.forward_barriers import ForwardBarriers, pingpong_pass, pingpong_wait
-from attnkit.templates.sm90.forward_epilogue import Epilogue, Results, RowPlace
+from attnkit.templates.sm90.forward_epilogue import (
+    CLEARING_WARPS,
+    Epilogue,
+    Results,
+    RowPlace,
+)
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import (
     FIRST_BLOCK_NUMBER,
@@ -106,7 +112,7 @@ class Forward:
         self.scheduler = TileScheduler()
         self.producer = Producer(config, hooks)
         self.softmax = Softmax(config, hooks)
-        self.epilogue = Epilogue(config)
+        self.epilogue = Epilogue(config, hooks)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -142,7 +148,7 @@ class Forward:
             counter: int32 [1], zero; the kernel resets it to zero.
             split_out, split_lse: float32 [slots, block_q, Dv] and [slots, block_q], output and LSE
                 of the parts of split rows by slot; `Combine` merges them.
-            captured: captured tensors.
+            captured: captured tensors; then, with `checks_data`, the table of `compare_chunks`.
             scale: softmax scale.
             group: query heads per kv head.
             ctas: CTAs to launch, at most the number of work tiles.
@@ -245,6 +251,8 @@ class Forward:
     ):
         """Set up shared memory and barriers, then branch to the role of the warp."""
         c = self.config
+        count = len(captured) - (1 if const_expr(c.checks_data) else 0)
+        captured, checks = captured[:count], captured[count:]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
             for atom in atoms:
@@ -269,7 +277,14 @@ class Forward:
             elif warp == SCHEDULER_WARP:
                 self.scheduler.run(work_tiles, counter, smem.next_tile, bars.work)
             else:
-                self.epilogue.clear_masked_tiles(work_tiles, results, warp - CLEARING_WARP)
+                self.epilogue.clear_masked_tiles(
+                    work_tiles, results, captured, warp - CLEARING_WARP
+                )
+                if const_expr(c.checks_data):
+                    cta, _, _ = cute.arch.block_idx()
+                    ctas, _, _ = cute.arch.grid_dim()
+                    first = CLEARING_WARPS * cta + warp - CLEARING_WARP
+                    compare_chunks(checks[0], first, CLEARING_WARPS * ctas)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.consume(mmas, smem, (atoms[3], tiles[3]), bars, results, captured, scalars)
@@ -374,8 +389,11 @@ class Forward:
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
             lse_terms = self.softmax.lse_terms(site, place.row)
+            sink = self.softmax.sink(site, work.split_slot)
             # overlaps with the MMAs in flight
-            self.epilogue.write_rows(self.softmax.factor(tile), lse_terms, state, results, place)
+            self.epilogue.write_rows(
+                self.softmax.factor(tile), lse_terms, sink, state, results, place
+            )
             warpgroup.wait_group(0)
             if const_expr(c.chained):
                 device.arrive(bars.k.empty + stage)

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.forward_work import WorkItem
+from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.softmax import row_results
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import (
@@ -94,10 +95,12 @@ class Epilogue:
 
     Args:
         config: compile-time configuration.
+        hooks: hooks of the variant.
     """
 
-    def __init__(self, config: ForwardConfig) -> None:
+    def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
         self.config = config
+        self.hooks = hooks
         self.dtype = device.DTYPES[config.dtype]
 
     def output_tile(
@@ -121,6 +124,7 @@ class Epilogue:
         self,
         factor: Float32 | None,
         lse_terms: list[Float32 | None],
+        sink: Float32 | None,
         state: RowState,
         results: Results,
         place: RowPlace,
@@ -130,7 +134,7 @@ class Epilogue:
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
             state.scale[r], lse, max_score = row_results(
-                total, None, row_max, state.highest[r], factor, lse_terms[r]
+                total, None, row_max, state.highest[r], factor, lse_terms[r], sink
             )
             self._write_row(results, lse, max_score, place, r)
 
@@ -265,14 +269,17 @@ class Epilogue:
         cute.autovec_copy(source, target)
 
     @cute.jit
-    def clear_masked_tiles(self, work_tiles: cute.Tensor, results: Results, warp: Int32):
-        """Write the results of the fully masked work tiles: zeros, and an LSE of -inf.
+    def clear_masked_tiles(
+        self, work_tiles: cute.Tensor, results: Results, captured: list, warp: Int32
+    ):
+        """Write the results of the fully masked work tiles: zeros, and an LSE of -inf or the sink.
 
         These work tiles are at the end of the work list.
 
         Args:
             work_tiles: the work list.
             results: tensors to write.
+            captured: captured tensors.
             warp: index of the clearing warp, 0 or 1.
         """
         c = self.config
@@ -293,8 +300,14 @@ class Epilogue:
                 position = batch, head, first + i // chunks, i % chunks * VECTOR
                 start = cute.domain_offset(position, out).iterator.align(16)
                 cute.autovec_copy(zero, cute.make_tensor(start, cute.make_layout(VECTOR)))
+            empty = self._lse_without_keys(captured, head)
             for i in cutlass.range(lane, rows, WARP_THREADS, unroll=1):
-                lse[batch, head, first + i] = Float32(NEG_INF)
+                lse[batch, head, first + i] = empty
                 if const_expr(c.need_max):
                     max_scores[batch, head, first + i] = Float32(NEG_INF)
             index += CLEARING_WARPS * ctas
+
+    def _lse_without_keys(self, captured: list, head: Int32) -> Float32:
+        """Return the LSE of fully masked rows of a head: the sink, or -inf if there is none."""
+        sink = self.hooks.sink(captured, head)
+        return Float32(NEG_INF) if sink is None else sink

@@ -15,6 +15,7 @@ plain Python, so that they can pass records and the hooks' tuples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
-from attnkit.templates.common.softmax import largest
+from attnkit.templates.common.softmax import largest, own_sink
 from attnkit.templates.sm90.config import ForwardConfig
 
 # The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
@@ -143,7 +144,8 @@ class Softmax:
         """Return the site of a work tile, with `first_row` as the origin of distances."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
-        return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps)
+        group = math.gcd(self.config.block_kv, 64)
+        return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps, group)
 
     # ------------------------------------------------------------------ values known once a tile
 
@@ -200,6 +202,10 @@ class Softmax:
         head = hooks.head(site)
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
         return [hooks.lse_offset(site, head, hooks.row(site, head, q)) for q in inside]
+
+    def sink(self, site: Site, split_slot: Int32) -> Float32 | None:
+        """Return the sink that the epilogue of this work tile adds to its rows; None for none."""
+        return own_sink(self.hooks.sink(site.tensors, site.h), split_slot)
 
     # -------------------------------------------------------------------------- scores of a block
 

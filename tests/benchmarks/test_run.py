@@ -400,24 +400,32 @@ def test_gpu_host_tells_why_a_process_ended(
 
 
 def test_gpu_benchmark_says_what_it_needs(tmp_path: Path) -> None:
-    program, env = ROOT / "benchmarks" / "gpu.py", os.environ | {"PYTHONPATH": str(ROOT)}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    for words, expected in (
-        ([], "this benchmark needs a CUDA device, and torch.cuda sees none"),
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu.py"],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "this benchmark needs a CUDA device, and torch.cuda sees none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         (["--only", "nothing"], "no case with 'nothing'"),
         (["--contenders", "cuDNN,other"], "no contender ['other']"),
-    ):
-        done = subprocess.run(
-            [sys.executable, program, *words],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert expected in done.stderr
+    ],
+)
+def test_gpu_benchmark_names_what_is_unknown(
+    words: list[str], expected: str, gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(words) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_masks_are_compared_and_timed(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from attnkit.codegen.load_indices import data_bound
+from attnkit.codegen.distance_tables import distance_tables
+from attnkit.codegen.load_indices import data_bound, wrapping_unless_tables
+from attnkit.codegen.nonnegative import wrapping
 from attnkit.graph import ir
 from attnkit.tracing.tracer import trace
 
@@ -42,3 +44,18 @@ def test_indices_that_the_lengths_or_a_clamp_bound_are_not() -> None:
     assert clamped(lambda s, b, h, q, kv: s + TABLE[IDS[q] % 8]) == [False]
     assert clamped(lambda s, b, h, q, kv: s + TABLE[IDS[q].clamp(-8, 7)]) == [False]
     assert clamped(lambda s, b, h, q, kv: s + TABLE[(IDS[q] > IDS[kv]).int()]) == [False]
+
+
+def test_only_indices_of_tables_by_distance_never_wrap() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s + TABLE[(q - kv).clamp(0, 7)] + TABLE[q - 4]
+
+    root = trace(mod, "score").root
+    assert wrapping_unless_tables([root]) is None
+    tables = distance_tables(root)
+    assert tables is not None
+    read = {n for n in ir.topo(tables.score) if n.op == "load"}
+    wrap = wrapping_unless_tables([tables.score])
+    assert wrap is not None
+    assert {ir.formula(n) for n in read - wrap} == {"t1[q - kv + kv_last]"}
+    assert wrapping([tables.score], SIZES) == wrap

@@ -98,7 +98,7 @@ def autograd(root: Node, env: dict[str, Tensor], tensors: Sequence[Tensor]) -> l
 
 
 @given(root=graphs(), seed=st.integers(0, 2**31))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 def test_random_graphs_agree_with_autograd(root: Node, seed: int) -> None:
     env, tensors = inputs(seed)
     found = gradients(adjoint(root), env, tensors)

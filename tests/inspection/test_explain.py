@@ -79,3 +79,14 @@ def test_errors_are_those_of_the_operator() -> None:
         explain(alibi, q_len=0)
     with pytest.raises(attnkit.BoundsError, match="IDS"):
         explain(alibi, document, q_len=8192, heads=4)
+
+
+def test_tables_by_distance() -> None:
+    """The report lists what a GPU kernel reads from tables, and from which size on."""
+    bias = torch.rand(4, 8)
+    mod = lambda s, b, h, q, kv: s + bias[h, (q - kv).clamp(0, 7)]
+    table = "table[h, q - kv] = bias[h, min(max(q - kv, 0), 7)]"
+    small, large = (explain(mod, q_len=n, heads=4).staging for n in (512, 2048))
+    assert f"once per distance, from 16777216 scores on:\n  {table}" in small
+    assert f"once per distance:\n  {table}" in large
+    assert "once per distance" not in explain(alibi, q_len=2048, heads=4).staging

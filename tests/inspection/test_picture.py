@@ -124,6 +124,11 @@ def test_svg_has_a_bar_for_each_run(tmp_path: Path) -> None:
     assert "streaming_llm(300, 4)" in path.read_text()
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"path must name a file .*nowhere.*No such file"):
+        save(tmp_path / "nowhere" / "mask.png", masks.causal(), 96)
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_same_mask_same_file(tmp_path: Path, suffix: str) -> None:
     mask = per_head([masks.causal(), masks.natten((96,), 7, dilation=3)])

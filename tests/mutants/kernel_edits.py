@@ -21,9 +21,9 @@ BACKWARDS = ("test_sm90_backward.py", "test_sm100_backward.py")
 NEAREST = {
     "templates/common/combine.py": ("test_combine.py",),
     "templates/common/exact_sums.py": BACKWARDS,
-    "templates/common/fingerprint.py": ("test_fingerprint.py",),
+    "templates/common/fingerprint.py": ("test_fingerprint.py", "test_data_check.py"),
     "templates/common/polynomials.py": ("test_sm100_exp2.py",),
-    "templates/common/preprocess.py": BACKWARDS,
+    "templates/common/preprocess.py": (*BACKWARDS, "test_data_check.py"),
     "templates/common/semaphore.py": BACKWARDS,
     "templates/common/work_tile.py": BACKWARDS,
     "templates/common/backward": BACKWARDS,

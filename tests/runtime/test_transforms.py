@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnkit import flex_attention, mods
+from attnkit import clear_caches, create_block_mask, flex_attention, masks, mods
 from attnkit.errors import ArgumentError, UnsupportedError
+from attnkit.runtime import data_guard
+from attnkit.util.data_state import compare_on_devices
 
 
 def inputs() -> list[Tensor]:
@@ -153,3 +155,57 @@ def test_a_storage_that_is_freed_after_a_call(kind: str, size: int) -> None:
     for _ in range(2):
         with pytest.raises(ArgumentError, match="storage is smaller than the tensor"):
             flex_attention(*inputs(), mod, mask)
+
+
+MASKS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "function": lambda p: lambda b, h, q, kv: (p[kv] > 0) | (q == kv),
+    "library": lambda p: masks.document(p),
+    "block mask": lambda p: create_block_mask(
+        lambda b, h, q, kv: (p[kv] > 0) | (q == kv), None, None, 8, 8
+    ),
+}
+
+
+@pytest.mark.parametrize("compares_on_device", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_parameter_that_a_mask_reads_can_be_swapped(
+    name: str, compares_on_device: bool, request: pytest.FixtureRequest
+) -> None:
+    """Tiles depend on its data. On a device that compares data itself, the host does not."""
+    if compares_on_device:
+        request.addfinalizer(partial(compare_on_devices, *compare_on_devices(lambda device: True)))
+        request.addfinalizer(clear_caches)
+        request.getfixturevalue("monkeypatch").setattr(data_guard, "FingerprintCheck", NoCheck)
+    dtypes = (torch.int64, torch.int32) if name == "library" else (torch.float32, torch.float16)
+
+    def fresh(i: int) -> nn.Parameter:
+        data = torch.arange(8) // (2 + i) - 1
+        return nn.Parameter(data.to(dtypes[i % 2]), requires_grad=False)
+
+    held = fresh(0)
+    mask = MASKS[name](held)
+    tensors = inputs()
+    kept = [held.data]  # so that a later parameter does not get the memory of an earlier one
+    for i in (1, 0, 2, 4, 3):
+        for _ in range(3):
+            out = flex_attention(*tensors, None, mask)
+            expected = flex_attention(*tensors, None, mask, backend="eager")
+            torch.testing.assert_close(out, expected)
+            out.sum().backward()
+        del out, expected
+        other = fresh(i)
+        torch.utils.swap_tensors(held, other)
+        del other
+        kept.append(held.data)
+        if i == 2:
+            kept.clear()
+
+
+class NoCheck:
+    """Stand for a GPU check of data that nobody edits in place."""
+
+    def __init__(self, tensors: Any, number: int) -> None:
+        self.device = torch.device("cpu")
+
+    def __call__(self) -> None:
+        pass

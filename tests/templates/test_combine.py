@@ -75,6 +75,29 @@ def test_parts_are_weighted_by_their_lse(dtype: torch.dtype) -> None:
     assert bool((found[0, 0, masked] == -INF).all())
 
 
+@pytest.mark.parametrize("sink", [0.5, -INF, 400.0, INF, NAN])
+def test_a_sink_counts_once(sink: float) -> None:
+    """The sink is one more part of each row, without an output; a row without keys stays 0."""
+    lse, parts = torch.randn(PARTS, ROWS) * 4, torch.randn(PARTS, ROWS, DIM)
+    lse[:, : len(KINDS)] = torch.tensor(KINDS).T
+    out, found = torch.zeros(1, 1, ROWS, DIM, dtype=torch.bfloat16), torch.zeros(1, 1, ROWS)
+    split = torch.tensor([[0, 0, 0]], dtype=torch.int32)
+    split_ptr = torch.tensor([0, PARTS], dtype=torch.int32)
+    source = combine_source("bfloat16", DIM, (ROWS, DIM), "sm_90a", ("float32", 1, True))
+    given = parts, lse, split, split_ptr, out, found, torch.tensor([sink])
+    run_emulated(kernel.kernel(source), given)
+
+    wide = torch.cat([lse.double(), torch.full((1, ROWS), sink, dtype=torch.float64)])
+    weights = torch.softmax(wide, 0)[:-1, :, None]
+    empty = (lse == -INF).all(0)
+    expected = (weights * parts.double()).sum(0).masked_fill(empty[:, None], 0.0)
+    torch.testing.assert_close(out[0, 0].double(), expected, rtol=2**-8, atol=1e-5, equal_nan=True)
+    total = torch.logsumexp(wide, 0)
+    if sink == INF:  # inf - inf: the LSE of a row with keys is NaN, as its output
+        total = total.masked_fill(~empty, NAN)
+    torch.testing.assert_close(found[0, 0].double(), total, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
 def test_rows_beyond_the_end_are_not_written() -> None:
     """The combine kernel writes no rows beyond the end of a ragged last tile."""
     rows = 5

@@ -102,7 +102,7 @@ def test_a_launch_passes_the_address_of_the_report_in_host_memory() -> None:
 def test_codes_name_the_tensor(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(FingerprintCheck, "_relauncher", lambda self, pieces: made.append(pieces))
-    monkeypatch.setattr(fingerprint_check, "_LARGEST", 2 * host.CHUNK)
+    monkeypatch.setattr(fingerprint_check, "LARGEST", 2 * host.CHUNK)
     t = torch.arange(5 * host.CHUNK + 3, dtype=torch.int32)
     FingerprintCheck({i: (t, fingerprint(t)) for i in range(5, 5 + count)}, 9)
     pieces = [piece for group in made for piece in group]

@@ -15,7 +15,8 @@ from tests.templates.backward_kit import CAUSAL, check, draw, gradients, ordered
 
 LENGTH = 200
 HOPPER, BLACKWELL = "emulate", "emulate:sm_100a"
-DOCUMENTS = torch.tensor([0] * 90 + [1] * 70 + [2] * 40, dtype=torch.int32)
+# the last q block of 64 rows, from 128, has one document; the kv block before it has two
+DOCUMENTS = torch.tensor([0] * 100 + [1] * 28 + [2] * 72, dtype=torch.int32)
 TYPES = torch.arange(LENGTH, dtype=torch.int32) * 7 % 5
 
 

@@ -21,6 +21,7 @@ from attnkit.jit import emulation, kernel
 from attnkit.splice import sm100_backward
 from attnkit.templates.sm100.backward import Backward
 from attnkit.templates.sm100.backward_config import BackwardConfig
+from tests.sampling import sampled
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -135,7 +136,9 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
 @pytest.mark.assembled
 @pytest.mark.parametrize(
     ("name", "dims"),
-    [("none", (64, 64)), ("none", (128, 128)), ("row", (192, 128)), ("relative", (192, 128))],
+    sampled(
+        [("none", (64, 64)), ("none", (128, 128)), ("row", (192, 128)), ("relative", (192, 128))], 3
+    ),
 )
 def test_no_spilled_registers(name: str, dims: tuple[int, int]) -> None:
     mod, captured = MODS[name]

@@ -20,6 +20,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.jit import emulation, kernel
 from attnkit.splice.sm90_backward import block_kv, widths
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+from tests.sampling import sampled
 from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
@@ -151,14 +152,16 @@ def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("dims", [(192, 192), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    sampled([(n, d) for n in VARIANTS for d in ((192, 192), (192, 128), (256, 256))], 4),
+)
 def test_no_spills_and_no_serialised_products(name: str, dims: tuple[int, int]) -> None:
     clean(VARIANTS[name](), dims, 1, fixed=False)
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", sampled([(False,), (True,)], 2))
 def test_shared_heads_as_well(fixed: bool) -> None:
     clean((None, CAUSAL), (256, 256), 2, fixed=fixed)
 

@@ -213,6 +213,7 @@ MODS: dict[str, Callable[[], Any]] = {
     "negative index": lambda: lambda s, b, h, q, kv: s + BIAS[h, q - kv],
     "head scale": lambda: mods.head_scale(torch.tensor([0.5, -1.5])),
     "column": lambda: lambda s, b, h, q, kv: s * 2.0 + COLUMN[kv],
+    "blocks": lambda: lambda s, b, h, q, kv: s + BIAS[h, 3 * (q // 32) - kv // 48 + 8],
     "no score": lambda: lambda s, b, h, q, kv: COLUMN[kv] - (q % 3) * 0.5,
     "all parts": lambda: (
         lambda s, b, h, q, kv: (

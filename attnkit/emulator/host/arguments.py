@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attnkit.emulator.machine.global_memory import GlobalMemory, Undefined
+from attnkit.emulator.machine.global_memory import GlobalMemory, Pointers, Undefined
 from attnkit.errors import ArgumentError, ShapeError
 
 _SCALARS = {
@@ -87,7 +87,9 @@ def _pack(spec: Any, value: Any, memory: GlobalMemory, name: str) -> Iterator[by
 def _tensor(spec: Any, value: Any, memory: GlobalMemory, name: str) -> bytes:
     """Return the bytes of a tensor's C structure; add the tensor to global memory as `name`."""
     undefined = isinstance(value, Undefined)
-    array = value.array if undefined else value
+    array = value.array if undefined or isinstance(value, Pointers) else value
+    if isinstance(value, Pointers):
+        value.add_targets(name, memory)
     address = memory.add(name, array, undefined=undefined)
     shape = tuple(int(n) for n in array.shape)
     if len(shape) != len(tuple(spec.shape)):

@@ -68,6 +68,22 @@ class Undefined:
         self.array = array
 
 
+class Pointers:
+    """Marks an array of addresses, and holds the arrays to which they point.
+
+    A kernel may access the memory of its arguments, and of these arrays.
+    """
+
+    def __init__(self, array: Any, targets: Sequence[Any]) -> None:
+        self.array = array
+        self.targets = targets
+
+    def add_targets(self, name: str, memory: GlobalMemory) -> None:
+        """Register the arrays to which the addresses point."""
+        for i, target in enumerate(self.targets):
+            memory.add(f"target {i} of {name}", target)
+
+
 class GlobalMemory:
     """Holds the buffers that a launch may access; an access outside all of them is a fault."""
 
@@ -116,6 +132,8 @@ def arrays(args: Sequence[Any]) -> list[Any]:
             out += arrays(a)
         elif isinstance(a, Undefined):
             out.append(a.array)
+        elif isinstance(a, Pointers):
+            out += [a.array, *a.targets]
         elif isinstance(a, np.ndarray) or hasattr(a, "data_ptr"):
             out.append(a)
     return out

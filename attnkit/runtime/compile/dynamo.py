@@ -30,7 +30,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
     _HOP_NAME = "attnkit.flex_attention"
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        query, key, value, score_mod, mask_mod, lists, sizes, scale, *options = args
+        query, key, value, score_mod, mask_mod, lists, sizes, sinks, scale, *options = args
         score, scores = self._mod(tx, query, score_mod, "score")
         mask, masks = self._mod(tx, query, mask_mod, "mask")
         request = request_of(score, mask, *(o.as_python_constant() for o in options))
@@ -38,7 +38,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             query.as_proxy(),
             key.as_proxy(),
             value.as_proxy(),
-            scores,
+            [*scores, *sinks.as_proxy()],
             masks,
             list(lists.as_proxy()),
             list(sizes.as_proxy()),

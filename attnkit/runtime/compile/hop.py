@@ -35,6 +35,7 @@ def attend_eagerly(
     mask_mod: Callable[..., Any] | None,
     lists: Sequence[Tensor],
     sizes: Sequence[int],
+    sinks: Sequence[Tensor],
     scale: float | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,6 +45,7 @@ def attend_eagerly(
         query, key, value, scale: as in `flex_attention`.
         score_mod, mask_mod: functions, or None.
         lists, sizes: block lists and sizes of the mask, see `op.Request.kind`.
+        sinks: the attention sink, if there is one.
         options: the other fields of `op.Request`, from `kind` on.
 
     Returns:
@@ -54,7 +56,15 @@ def attend_eagerly(
     scores, masks = ([] if t is None else list(t.tensors) for t in (score, mask))
     request = request_of(score, mask, *options)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.attnkit.attention(
-        query, key, value, scores, masks, list(lists), list(sizes), request.text, scale
+        query,
+        key,
+        value,
+        [*scores, *sinks],
+        masks,
+        list(lists),
+        list(sizes),
+        request.text,
+        scale,
     )
     return result
 

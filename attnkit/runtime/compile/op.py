@@ -32,6 +32,7 @@ from attnkit.tracing.float64_checks import float64_slots
 from attnkit.tracing.guards import data_slots
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
+from attnkit.util.data_state import setting
 
 ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
@@ -65,6 +66,7 @@ class Request:
         block: tile sizes that the caller passed; () if none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
+        sink: whether the last of the score's tensors is an attention sink.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
             disk under a key that contains the text of the request, so a graph of another version is
             never used.
@@ -80,7 +82,8 @@ class Request:
     enable_gqa: bool = False
     deterministic: bool = False
     need_max: bool = False
-    signature: int = 2
+    sink: bool = False
+    signature: int = 3
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -115,7 +118,7 @@ class Request:
         """
         score = mask = None
         if self.score:
-            captured = tuple(tensors.captured.scores)
+            captured = tuple(tensors.captured.scores)[: len(self.score_names)]
             score = Traced("score", ir.parse(self.score), captured, self.score_names)
         if self.mask:
             captured = tuple(tensors.captured.masks)
@@ -185,6 +188,7 @@ def _prepared(
     raise_if_stale()
     query, key, value = tensors.query, tensors.key, tensors.value
     scores, masks = (tuple(part) for part in tensors.captured)
+    own = scores[:-1] if request.sink else scores  # what the score graph reads
     call = AttentionCall(
         query,
         key,
@@ -195,9 +199,10 @@ def _prepared(
         return_aux=AuxRequest(max_scores=request.need_max),
         backend=request.backend,
         deterministic=request.deterministic,
+        sink=scores[-1] if request.sink else None,
     )
-    slots = _data_slots(request.score, float64_slots(scores))
-    data = (*[scores[i] for i in slots], *tensors.lists, *masks)
+    slots = _data_slots(request.score, float64_slots(own))
+    data = (*[own[i] for i in slots], *tensors.lists, *masks)
     key_parts = (
         "operator",
         request,
@@ -206,6 +211,7 @@ def _prepared(
         scale > 0,
         *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, *scores, *masks)],
         *map(id, data),
+        setting.trusts,
     )
     call_key = CallKey(key_parts, None, None, Captured(scores, masks), data)
     prepared = lookup(call_key)
@@ -220,9 +226,9 @@ def _prepared(
         store(call_key, prepared)
     program = prepared.kernel_call.program  # None for a graph that simplified to nothing
     captured = Captured(
-        scores if program.score is not None else (), masks if program.mask is not None else ()
+        own if program.score is not None else (), masks if program.mask is not None else ()
     )
-    return prepared, ForwardInputs(query, key, value, captured, scale)
+    return prepared, call.inputs(captured)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -276,15 +282,16 @@ def _attention_backward(
     factor = check_scale(scale, query.shape[-1])
     prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
     prepared.guard.check_digest(int(digest))
-    prepared.guard.check()
+    if prepared.kernel_call.check is None:
+        prepared.guard.check()
     grads = grad_out, grad_lse if grad_lse.numel() else None
-    needed = needs_grad[: len(forward.captured.scores)]
-    inputs = BackwardInputs.of(forward, (out, lse), grads, needed)
+    # tensors of a score graph that simplified to nothing; a sink follows them
+    unread = len(needs_grad) - len(forward.captured.scores)
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad[unread:])
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
-    if len(dcaptured) < len(needs_grad):  # the score graph simplified to nothing
-        pairs = zip(score_tensors, needs_grad, strict=True)
-        dcaptured = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
-    return dquery, dkey, dvalue, dcaptured
+    pairs = zip(score_tensors[:unread], needs_grad[:unread], strict=True)
+    zeros = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
+    return dquery, dkey, dvalue, zeros + dcaptured
 
 
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
@@ -354,6 +361,7 @@ def request_of(
     enable_gqa: bool,
     deterministic: bool,
     need_max: bool,
+    sink: bool,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -367,4 +375,5 @@ def request_of(
         enable_gqa,
         deterministic,
         need_max,
+        sink,
     )

@@ -83,6 +83,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         mask,
         lists,
         sizes,
+        () if call.sink is None else (call.sink,),
         call.scale,
         kind,
         () if block is BLOCK else block,
@@ -90,6 +91,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         call.enable_gqa,
         call.deterministic,
         aux.max_scores,
+        call.sink is not None,
     )
     if call.return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)

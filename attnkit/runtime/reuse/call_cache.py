@@ -29,6 +29,7 @@ from attnkit.tracing.guards import TraceRecord, lookup_by_fingerprint, lookup_by
 from attnkit.tracing.tracer import Kind
 from attnkit.util import caches
 from attnkit.util.arguments import AuxRequest
+from attnkit.util.data_state import setting
 from attnkit.util.torch_private import PLAIN
 
 _SIZE = 256
@@ -102,8 +103,10 @@ def key_of(call: AttentionCall) -> CallKey | None:
     Args:
         call: arguments of the call, unchecked.
     """
-    query, key, value = call.query, call.key, call.value
+    query, key, value, sink = call.query, call.key, call.value, call.sink
     if query.__class__ not in PLAIN or key.__class__ not in PLAIN or value.__class__ not in PLAIN:
+        return None
+    if sink is not None and sink.__class__ not in PLAIN:
         return None
     options = _options(call)
     if options is None:
@@ -143,9 +146,11 @@ def key_of(call: AttentionCall) -> CallKey | None:
             lists,
             options,
             *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value)],
+            None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
             *[t.stride() for t in scores],
             *[t.stride() for t in masks],
             *map(id, data),
+            setting.trusts,
         )
         return CallKey(key_parts, score, mask, Captured(scores, masks), data, by_identity)
     except (AttributeError, TypeError, RuntimeError):  # wrong types, or tensors without strides

@@ -33,7 +33,7 @@ from attnkit.splice.fingerprint_check import stale_report
 from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
-from attnkit.util.data_state import DataState
+from attnkit.util.data_state import DataState, setting
 from attnkit.util.torch_private import (
     deterministic_enabled,
     function_mode_count,
@@ -64,11 +64,14 @@ class _Entry:
     """Describes a call that has run and can be repeated.
 
     Attributes:
-        guard: function that returns whether tensors (query, key, value, captured tensors) have the
-            same geometry as those of the call.
+        guard: function that returns whether tensors (query, key, value, the score's captured
+            tensors, the sink if there is one, the mask's captured tensors) have the same geometry
+            as those of the call.
+        has_sink: whether the call has a sink.
         enable_gqa, backend, deterministic: options of the call.
         ordered: whether torch's deterministic algorithms were enabled.
         recording: whether torch's grad mode was enabled.
+        trusting: whether version counters were trusted; then the kernels compare no data.
         data: (position, state) of each captured tensor or block list on whose data tiles or bounds
             proofs depend.
         default_scale: the scale if the caller passes None.
@@ -79,11 +82,13 @@ class _Entry:
     """
 
     guard: Callable[..., bool]
+    has_sink: bool
     enable_gqa: bool
     backend: str
     deterministic: bool
     ordered: bool
     recording: bool
+    trusting: bool
     data: tuple[tuple[int, DataState], ...]
     default_scale: float
     prepared: PreparedCall
@@ -95,7 +100,7 @@ class _BlockLists:
     """Guard of a BlockMask: compares the fields that a prepared call depends on by identity."""
 
     def __init__(self, mask: Any) -> None:
-        names = ["mask_mod", "shape", "seq_lengths", "device"]
+        names = ["mask_mod", "shape", "device"]
         self.tensors: list[tuple[str, weakref.ref[Tensor]]] = []
         if is_flex(mask):
             names = ["mask_mod", "BLOCK_SIZE", "seq_lengths"]
@@ -174,6 +179,7 @@ def try_fast_path(
     return_lse: Any,
     backend: Any,
     deterministic: Any,
+    sink: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call by relaunching an earlier one: return out or (out, LSE), None if a guard fails.
 
@@ -182,7 +188,7 @@ def try_fast_path(
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
-            deterministic: unchecked arguments of `flex_attention`, whose other arguments are None.
+            deterministic, sink: unchecked arguments of `flex_attention`, whose other arguments are None.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -195,20 +201,24 @@ def try_fast_path(
     captured = bucket.captured(score_mod, block_mask) if bucket.capturing else _NOTHING
     if captured is None:
         return None
-    scores, masks, lists = captured
+    scores, masks, _ = captured
+    if sink is not None:
+        scores = (*scores, sink)
     for entry in bucket.entries.all:
         if (
             entry.deterministic is deterministic
+            and entry.has_sink is (sink is not None)
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
             and entry.guard(query, key, value, *scores, *masks)
             and entry.recording is grad_enabled()
             and entry.ordered is deterministic_enabled()
+            and entry.trusting is setting.trusts
         ):
             break
     else:
         return None
-    if entry.data and _edited(entry, (*scores, *masks, *lists)):
+    if entry.data and _edited(entry, [t for part in captured for t in part]):
         bucket.entries.drop(entry)
         return None
     if function_mode_count() and not only_devices():
@@ -220,7 +230,7 @@ def try_fast_path(
     elif scale.__class__ is not float or not 0 < scale < _LARGEST:
         return None
     prepared, relaunch = entry.prepared, entry.relaunch
-    if prepared.guard.on_gpu:
+    if prepared.launches_check:
         prepared.guard.check()
     if entry.recorded:
         recorded: Any = torch_ops.record(
@@ -236,9 +246,13 @@ def try_fast_path(
 
 
 def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
-    """Return whether data on which the tiles or the bounds proofs of a call depend has changed."""
+    """Return whether data on which the tiles or the bounds proofs of a call depend has changed.
+
+    The entry's guard has compared the layouts of captured tensors. Block lists are compared by
+    identity.
+    """
     for place, state in entry.data:
-        if not state.holds(tensors[place]):
+        if not state.holds_unless_relaid(tensors[place]):
             return True
     return False
 
@@ -258,7 +272,8 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     bucket = _buckets.get(bucket_key)
     if bucket is None or bucket.captured(call.score_mod, call.block_mask) is None:
         bucket = _new_bucket(bucket_key, call.score_mod, call.block_mask, query.device)
-    tensors = (query, call.key, call.value, *key.captured.scores, *key.captured.masks)
+    scores, masks = call.inputs(key.captured).captured
+    tensors = (query, call.key, call.value, *scores, *masks)
     if (
         bucket is None
         or any(t.is_inference() for t in key.data)
@@ -277,16 +292,18 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     bucket.entries.add(
         _Entry(
             guard,
+            call.sink is not None,
             call.enable_gqa,
             call.backend,
             call.deterministic,
             deterministic_enabled(),
             torch.is_grad_enabled(),
+            setting.trusts,
             tuple(zip([place[id(t)] for t in key.data], prepared.guard.states, strict=True)),
             1 / math.sqrt(query.shape[-1]),
             prepared,
             getattr(prepared.attention, "relaunch", None),
-            torch_ops.is_recorded((query, call.key, call.value, *key.captured.scores)),
+            torch_ops.is_recorded((query, call.key, call.value, *scores)),
         )
     )
 
@@ -303,10 +320,11 @@ def _new_bucket(
     if (score is None) != (score_mod is None) or (mask is None) != (function is None):
         return None
 
-    def forget(reference: Any) -> None:
-        bucket = _buckets.get(bucket_key)
+    # A default argument, because the globals of a module are None at the end of the interpreter.
+    def forget(reference: Any, buckets: dict[_BucketKey, _Bucket] = _buckets) -> None:
+        bucket = buckets.get(bucket_key)
         if bucket is not None and any(owner is reference for owner in bucket.owners):
-            _buckets.pop(bucket_key, None)
+            buckets.pop(bucket_key, None)
 
     owners = [None if x is None else weakref.ref(x, forget) for x in (score_mod, block_mask)]
     bucket = _Bucket(score, mask, lists, (owners[0], owners[1]))

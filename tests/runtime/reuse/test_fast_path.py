@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -286,6 +287,19 @@ def test_nothing_of_the_user_is_kept_alive(count: Count) -> None:
     gc.collect()
     assert [r() for r in alive] == [None] * len(alive)
     assert not fast_path._buckets
+
+
+def test_a_mask_may_outlive_the_module(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.randn(1, 1, 8, 8)
+    mask = masks.causal()
+    for _ in range(3):
+        flex_attention(query, query, query, block_mask=mask)
+    monkeypatch.setattr(fast_path, "_buckets", None)  # as Python does when it ends
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    del mask
+    gc.collect()
+    assert not errors
 
 
 def test_bounded(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
