@@ -1,0 +1,5 @@
+"""Connect attnkit to other libraries: one subpackage for each, with a function `register`.
+
+In: calls and masks in the form of the other library. Out: calls of `attnkit.flex_attention`. Users
+import a subpackage by its name. Importing this package imports none of the other libraries.
+"""
