@@ -44,10 +44,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small model on packed documents
 	$(BIN)/python examples/packed_documents.py $(ARGS)
 
-test: $(STAMP)  ## every test that needs no GPU, repeatable
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses=2 --dist=worksteal $(ARGS)
+test: $(STAMP)  ## the tests that need no GPU, repeatable
+	$(BIN)/python -m pytest -m "not gpu and not exhaustive" --numprocesses=2 --dist=worksteal $(ARGS)
 
-test-assemblers: $(OTHER_STAMP)  ## machine code as the libraries for CUDA 13 assemble it; needs no GPU
+test-assemblers: $(OTHER_STAMP)  ## all tests of machine code, also as CUDA 13's assembler makes it; no GPU
+	$(BIN)/python -m pytest -m "exhaustive and not gpu" --numprocesses=2 $(ARGS)
 	PYTHONPATH=$(OTHER_FOLDER) $(BIN)/python -m pytest -m "assembled and not gpu" \
 	    --dsl-libraries=$(OTHER) --numprocesses=2 $(ARGS)
 

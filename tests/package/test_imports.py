@@ -60,6 +60,12 @@ def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], lib
     assert library not in loaded
 
 
+def test_integrations_import_no_other_library() -> None:
+    loaded = _modules_after("import attnkit.integrations.transformers")
+    assert "attnkit.integrations.transformers" in loaded
+    assert "transformers" not in loaded
+
+
 def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) -> None:
     """`import attnkit` does not load the emulator, inspection, testing, CLI, masks or mods."""
     rooms = {name.split(".")[1] for name in loaded if name.startswith("attnkit.")}
@@ -112,7 +118,7 @@ def test_first_call_loads_no_sympy() -> None:
         "mod = lambda s, b, h, i, j: s + t[h, :2].sum() * (j - i)\n"
         "out = attnkit.flex_attention(q, q, q, mod, lambda b, h, i, j: i >= j)\n"
         "out.sum().backward()\n"
-        "print([n for n in ('sympy', 'torch._dynamo', 'cutlass') if n in sys.modules])\n"
+        "print([n for n in ('sympy', 'torch._dynamo', 'cutlass', 'attnkit.flex') if n in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
