@@ -25,7 +25,7 @@ import torch
 from committed import add_commit, row_file
 from gpu_machine import describe_gpu
 from gpu_timing import MODES, NOISY, ROUNDS, UNCERTAIN, CudaTimer, steady
-from gpu_variants import documents, window
+from gpu_variants import MASKS, documents
 
 from attnkit import clear_caches, masks, mods
 from attnkit.codegen.score_form import LOG2E, ScoreForm, unscaled
@@ -129,7 +129,7 @@ def _inputs() -> tuple[tuple[torch.Tensor, ...], dict[str, Case]]:
     return qkv, {
         "full": (None, None, CHANGES),
         "causal": (None, causal, CHANGES),
-        "window": (None, window(LENGTH, device), CHANGES),
+        "window": (None, MASKS["window"](LENGTH, device), CHANGES),
         "causal, 16 documents": (None, documents(LENGTH, device), CHANGES),
         "causal + ALiBi": (mods.alibi(16), causal, STAGING),
         "causal + relative bias": (

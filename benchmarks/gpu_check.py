@@ -83,7 +83,7 @@ class Check:
         return [query[:, -group:], key[:, -1:], value[:, -1:], *(t[-group:] for t in tables)]
 
     def _outputs(self, dtype: torch.dtype) -> list[Tensor]:
-        p, tables = self.p, self.p.tables
+        p, tables = self.p, self.p.extras
         if dtype == torch.float64:
             tables = tuple(t.double() if t.is_floating_point() else t for t in tables)
         outputs = []
@@ -108,7 +108,7 @@ class Check:
             t.detach()
             .to(wide if t.is_floating_point() else t.dtype)
             .requires_grad_(t.requires_grad)
-            for t in p.tables
+            for t in p.extras
         )
         learned = [t for t in tables if t.requires_grad]
         totals = [
@@ -154,7 +154,13 @@ def _attention(
     place: tuple[int, int],
     tables: tuple[Tensor, ...],
 ) -> Tensor:
-    """Compute dense attention for the query rows `rows` of one head; fully masked rows give 0."""
+    """Compute dense attention for the query rows `rows` of one head; fully masked rows give 0.
+
+    `tables` are the captured tensors, followed by the sink if there is one.
+    """
+    sink = None
+    if p.sink is not None:
+        tables, sink = tables[:-1], tables[-1]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (query @ key.mT).to(wide) * query.shape[-1] ** -0.5
     score_mod: Callable[..., Tensor] | None = p.modified_by(tables)
@@ -166,7 +172,11 @@ def _attention(
         kept = kept_rows(p.mask_mod, rows.int(), len(key))
         scores = scores.masked_fill(~kept, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    scores = scores.masked_fill(dead, 0)
+    if sink is not None:  # one more logit of each row, and no value
+        logit = sink[place[1]].to(wide).expand(len(rows), 1)
+        scores = torch.cat((scores, logit), 1)
+    weights = scores.softmax(-1)[:, : len(key)].masked_fill(dead, 0)
     return weights.to(query.dtype) @ value
 
 

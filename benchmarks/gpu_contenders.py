@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_variants import SOFTCAP, WINDOW, Problem, document_cuts
+from gpu_variants import SOFTCAP, WINDOWS, Problem, document_cuts
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
@@ -85,7 +85,7 @@ def attnkit_run(
         out: Tensor = attnkit.flex_attention(
             *(p.query, p.key, p.value, score_mod, p.mask_mod),
             enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
-            deterministic=deterministic,
+            deterministic=deterministic, sink=p.sink,
         )  # fmt: skip
         return out
 
@@ -138,6 +138,8 @@ def flex_run(
         block: `BLOCK_SIZE` of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
         mode: passed to `torch.compile`.
     """
+    if p.sink is not None:
+        raise Unsuitable("has no attention sink")
     mask = None
     if p.mask_mod is not None:
         length, device = p.shape.length, p.query.device
@@ -195,7 +197,7 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
     options: dict[str, Any] = {
         "": {},
         "causal": {"causal": True},
-        "window": {"window_size": (WINDOW - 1, 0)},
+        **{name: {"window_size": (size - 1, 0)} for name, size in WINDOWS.items()},
         "documents": {"causal": True},
     }.get(p.mask, {"unknown": True})
     if options.pop("unknown", False) or p.score not in ("", "softcap"):
@@ -204,6 +206,10 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
         options["pack_gqa"] = pack_gqa
     if p.score == "softcap":
         options["softcap"] = SOFTCAP
+    if p.sink is not None:
+        if p.query.requires_grad:
+            raise Unsuitable("has no backward with an attention sink")
+        options["learnable_sink"] = p.sink.to(p.query.dtype)
     if p.mask == "documents":
         return _fa4_documents(p, interface.flash_attn_varlen_func, options)
 
@@ -240,7 +246,7 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
     """Build a call of scaled_dot_product_attention restricted to one backend."""
-    if p.score or p.mask not in ("", "causal"):
+    if p.score or p.sink is not None or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
 

@@ -16,7 +16,8 @@ from torch import Tensor
 Mod = Callable[..., Tensor]
 
 BLOCK = 128  # of the random blocks
-WINDOW = 1024
+WINDOWS = {"window": 1024, "window_128": 128}  # keys that a query attends to, by mask
+PREFIX = 1024
 SOFTCAP = 20.0
 
 
@@ -49,14 +50,14 @@ def causal(length: int, device: torch.device) -> Mod:
     return lambda b, h, q, kv: q >= kv
 
 
-def window(length: int, device: torch.device) -> Mod:
-    """Return a mask where each query attends to itself and the 1023 keys before it."""
-    return lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW)
+def window(size: int) -> Callable[[int, torch.device], Mod]:
+    """Return a builder of masks where each query attends to itself and `size` - 1 keys before it."""
+    return lambda length, device: lambda b, h, q, kv: (q >= kv) & (q - kv < size)
 
 
 def prefix(length: int, device: torch.device) -> Mod:
     """Return a causal mask where every query also attends to the first 1024 keys."""
-    return lambda b, h, q, kv: (q >= kv) | (kv < WINDOW)
+    return lambda b, h, q, kv: (q >= kv) | (kv < PREFIX)
 
 
 def document_cuts(length: int, count: int = 16) -> Tensor:
@@ -87,7 +88,7 @@ def random_blocks(percent: int) -> Callable[[int, torch.device], Mod]:
 
 MASKS: dict[str, Callable[[int, torch.device], Mod]] = {
     "causal": causal,
-    "window": window,
+    **{name: window(size) for name, size in WINDOWS.items()},
     "prefix": prefix,
     "documents": documents,
     **{f"blocks_{percent}": random_blocks(percent) for percent in (1, 3, 7, 21, 50)},
@@ -227,6 +228,7 @@ class Problem:
         score: name in SCORES, or "" to leave the scores unchanged.
         mask_mod: the mask_mod, or None to keep everything.
         tables: captured tensors of the score_mod; they require grad if the case learns them.
+        sink: float32 [heads], the attention sink; None without one. It requires grad in a backward.
         density: fraction of the (query, key) pairs that the mask keeps.
     """
 
@@ -239,12 +241,18 @@ class Problem:
     score: str
     mask_mod: Mod | None
     tables: tuple[Tensor, ...]
+    sink: Tensor | None
     density: float
 
     @property
+    def extras(self) -> tuple[Tensor, ...]:
+        """Return the captured tensors, followed by the sink if there is one."""
+        return self.tables if self.sink is None else (*self.tables, self.sink)
+
+    @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Return the captured tensors that require grad."""
-        return tuple(t for t in self.tables if t.requires_grad)
+        """Return those of `extras` that require grad."""
+        return tuple(t for t in self.extras if t.requires_grad)
 
     @property
     def score_mod(self) -> Mod | None:
@@ -285,9 +293,12 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     if case.get("learned", False) and backward:
         for t in tables:
             t.requires_grad_(t.is_floating_point())
+    sink = _random(shape.heads).to(device) if case.get("sink", False) else None
+    if sink is not None and backward:
+        sink.requires_grad_()
     query, key, value, grad = inputs
     case_problem = Problem(
-        shape, query, key, value, grad, mask, score, mask_mod, tables,
+        shape, query, key, value, grad, mask, score, mask_mod, tables, sink,
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
     return case_problem.for_backward() if backward else case_problem
