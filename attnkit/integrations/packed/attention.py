@@ -1,0 +1,191 @@
+"""Run FlashAttention's calls: of packed sequences, and of batches with unequal lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attnkit
+import torch
+from torch import Tensor
+
+from attnkit import ArgumentError, Mask, ScoreMod, ShapeError, masks
+from attnkit.integrations.packed.identity_cache import IdentityCache
+from attnkit.integrations.packed.offsets import Names, find_packing
+from attnkit.integrations.packed.options import Function, Window
+from attnkit.util import caches
+
+_masks: IdentityCache[Mask] = IdentityCache(64)
+_score_mods: IdentityCache[ScoreMod] = IdentityCache(32)
+caches.register(_masks.clear)
+caches.register(_score_mods.clear)
+
+
+def packed_attention(
+    names: Names,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offsets: Any,
+    k_offsets: Any,
+    longest_q: Any,
+    longest_k: Any,
+    *,
+    window: Window,
+    score_mod: Function | None,
+    mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention inside each of several packed sequences.
+
+    The functions see b as the number of the sequence, kv as the position of the key in its
+    sequence, and q as the place of the query among these keys: the last query is at the last key.
+
+    Args:
+        names: names of the arguments, for messages.
+        query: [total_q, Hq, D].
+        key: [total_k, Hkv, D]; Hkv divides Hq.
+        value: [total_k, Hkv, Dv].
+        q_offsets, k_offsets, longest_q, longest_k: see `offsets.find_packing`.
+        window: keys before and after the place of its query that a row keeps.
+        score_mod: a score_mod, or None.
+        mask: a mask_mod besides the window, or None.
+        options: further arguments of `attnkit.flex_attention`.
+
+    Returns:
+        out [total_q, Hq, Dv] and LSE [Hq, total_q], the natural logarithm in float32. Both are
+        differentiable. A query without a key has output 0 and LSE -inf.
+
+    Raises:
+        The errors of `offsets.find_packing` and of `attnkit.flex_attention`.
+    """
+    _check_rank(names, (query, key, value), "[total, heads, head dim]")
+    packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
+    found = packing.mask(window, mask)
+    out, lse = _attend(
+        *(t.transpose(0, 1)[None] for t in (query, key, value)),
+        packing.score_mod(score_mod),
+        found,
+        options,
+    )
+    return out[0].transpose(0, 1), lse[0]
+
+
+def aligned_attention(
+    names: Names,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: Window,
+    score_mod: Function | None,
+    mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of a batch, with the last query at the last key.
+
+    The functions see q as the place of the query among the keys.
+
+    Args:
+        names: names of the arguments, for messages.
+        query: [B, Sq, Hq, D].
+        key: [B, Skv, Hkv, D]; Hkv divides Hq.
+        value: [B, Skv, Hkv, Dv].
+        window, score_mod, mask, options: see `packed_attention`.
+
+    Returns:
+        out [B, Sq, Hq, Dv] and LSE [B, Hq, Sq].
+
+    Raises:
+        The errors of `attnkit.flex_attention`.
+    """
+    _check_rank(names, (query, key, value), "[batch, length, heads, head dim]")
+    if mask is not None and not callable(mask):
+        raise ArgumentError(
+            f"mask must be a function mask_mod(b, h, q, kv) or None, got {type(mask).__name__}"
+        )
+    shift = key.shape[1] - query.shape[1]
+    out, lse = _attend(
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        _shifted(score_mod, shift),
+        _aligned_mask(window, shift, mask),
+        options,
+    )
+    return out.transpose(1, 2), lse
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None,
+    mask: Mask | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Call `attnkit.flex_attention`, or for tensors without a token what takes these."""
+    run = attnkit.flex_attention
+    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        run = attnkit.flex.flex_attention
+    grouped = key.shape[1] != query.shape[1]
+    found: tuple[Tensor, Tensor] = run(
+        query, key, value, score_mod, mask, enable_gqa=grouped, return_lse=True, **options
+    )
+    return found
+
+
+def _shifted(score_mod: Function | None, shift: int) -> Function | None:
+    """Return a score_mod whose query positions are moved by `shift`, one object for each."""
+    if score_mod is None or not shift:
+        return score_mod
+    own = score_mod
+
+    def make() -> ScoreMod:
+        return (own if isinstance(own, ScoreMod) else ScoreMod(own)).shift(q=shift)
+
+    if torch.compiler.is_compiling():
+        return make()
+    return _score_mods.get(shift, (own,), make)
+
+
+def _aligned_mask(window: Window, shift: int, mask: Function | None) -> Mask | None:
+    """Return the mask of a window around queries that are moved by `shift`, one object for each."""
+
+    def make() -> Mask:
+        parts: list[Any] = [] if window == (None, None) else [_window(window, shift)]
+        if mask is not None:
+            own = mask if isinstance(mask, Mask) else Mask(mask)
+            parts.append(own.shift(q=shift) if shift else own)
+        return parts[0] if len(parts) == 1 else attnkit.and_masks(*parts)
+
+    if window == (None, None) and mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        return make()
+    return _masks.get((window, shift), (mask,), make)
+
+
+def _window(window: Window, shift: int) -> Mask:
+    left, right = window
+    own = masks.causal() if window == (None, 0) else masks.sliding_window(left, right)
+    if not shift:
+        return own
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return own(b, h, q + shift, kv)  # type: ignore[no-any-return]
+
+    return Mask(keep, f"{own.label} at q + {shift}")
+
+
+def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str) -> None:
+    """Raise unless query, key and value are tensors of a layout; the call checks the rest."""
+    rank = layout.count(",") + 1
+    for name, t in zip(names[:3], tensors, strict=True):
+        if not isinstance(t, Tensor):
+            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.ndim != rank:
+            raise ShapeError(f"{name} must have shape {layout}, got {list(t.shape)}")
+    heads, kv_heads = (t.shape[-2] for t in tensors[:2])
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            f"{names.query} has {heads} heads, which is no multiple of the {kv_heads} heads of "
+            f"{names.key}; expected {layout}"
+        )
