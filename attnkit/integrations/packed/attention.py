@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import attnkit
-import torch
 from torch import Tensor
 
+import attnkit
 from attnkit import ArgumentError, Mask, ScoreMod, ShapeError, masks
 from attnkit.integrations.packed.identity_cache import IdentityCache
 from attnkit.integrations.packed.offsets import Names, find_packing
@@ -59,15 +58,15 @@ def packed_attention(
         The errors of `offsets.find_packing` and of `attnkit.flex_attention`.
     """
     _check_rank(names, (query, key, value), "[total, heads, head dim]")
-    packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
-    found = packing.mask(window, mask)
-    out, lse = _attend(
-        *(t.transpose(0, 1)[None] for t in (query, key, value)),
-        packing.score_mod(score_mod),
-        found,
-        options,
-    )
-    return out[0].transpose(0, 1), lse[0]
+    rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
+    while True:
+        packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
+        functions = packing.score_mod(score_mod), packing.mask(window, mask)
+        out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
+        # A call that is prepared anew compares data on a GPU, which the search for a packing does
+        # not wait for. If that finds an edit, the tables were those of the old data.
+        if packing.is_current():
+            return out[0].transpose(0, 1), lse[0]
 
 
 def aligned_attention(
@@ -104,12 +103,9 @@ def aligned_attention(
             f"mask must be a function mask_mod(b, h, q, kv) or None, got {type(mask).__name__}"
         )
     shift = key.shape[1] - query.shape[1]
-    out, lse = _attend(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        _shifted(score_mod, shift),
-        _aligned_mask(window, shift, mask),
-        options,
-    )
+    rows = [t.transpose(1, 2) for t in (query, key, value)]
+    functions = _shifted(score_mod, shift), _aligned_mask(window, shift, mask)
+    out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
     return out.transpose(1, 2), lse
 
 
@@ -122,7 +118,7 @@ def _attend(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Call `attnkit.flex_attention`, or for tensors without a token what takes these."""
-    run = attnkit.flex_attention
+    run: Any = attnkit.flex_attention
     if 0 in (query.shape[0], query.shape[2], key.shape[2]):
         run = attnkit.flex.flex_attention
     grouped = key.shape[1] != query.shape[1]
@@ -136,43 +132,49 @@ def _shifted(score_mod: Function | None, shift: int) -> Function | None:
     """Return a score_mod whose query positions are moved by `shift`, one object for each."""
     if score_mod is None or not shift:
         return score_mod
-    own = score_mod
+    given = score_mod
 
     def make() -> ScoreMod:
-        return (own if isinstance(own, ScoreMod) else ScoreMod(own)).shift(q=shift)
+        own = given if isinstance(given, ScoreMod) else ScoreMod(given)
 
-    if torch.compiler.is_compiling():
-        return make()
-    return _score_mods.get(shift, (own,), make)
+        def moved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+            return given(score, b, h, q + shift, kv)
+
+        axes = [table.shifted(shift, None) for table in own.axes]
+        return ScoreMod(moved, f"{own.label} at q + {shift}", axes=axes)
+
+    return _score_mods.get(shift, (given,), make)
 
 
 def _aligned_mask(window: Window, shift: int, mask: Function | None) -> Mask | None:
     """Return the mask of a window around queries that are moved by `shift`, one object for each."""
-
-    def make() -> Mask:
-        parts: list[Any] = [] if window == (None, None) else [_window(window, shift)]
-        if mask is not None:
-            own = mask if isinstance(mask, Mask) else Mask(mask)
-            parts.append(own.shift(q=shift) if shift else own)
-        return parts[0] if len(parts) == 1 else attnkit.and_masks(*parts)
-
     if window == (None, None) and mask is None:
         return None
-    if torch.compiler.is_compiling():
-        return make()
+
+    def make() -> Mask:
+        parts: list[Any] = [] if window == (None, None) else [_window(window)]
+        if mask is not None:
+            parts.append(mask if isinstance(mask, Mask) else Mask(mask))
+        own = parts[0] if len(parts) == 1 else attnkit.and_masks(*parts)
+        return _moved(own, shift) if shift else own
+
     return _masks.get((window, shift), (mask,), make)
 
 
-def _window(window: Window, shift: int) -> Mask:
+def _window(window: Window) -> Mask:
     left, right = window
-    own = masks.causal() if window == (None, 0) else masks.sliding_window(left, right)
-    if not shift:
-        return own
+    return masks.causal() if window == (None, 0) else masks.sliding_window(left, right)
+
+
+def _moved(mask: Mask, shift: int) -> Mask:
+    """Return a mask whose query positions are moved by `shift`; they may be negative."""
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return own(b, h, q + shift, kv)  # type: ignore[no-any-return]
+        kept: Tensor = mask(b, h, q + shift, kv)
+        return kept
 
-    return Mask(keep, f"{own.label} at q + {shift}")
+    axes = [table.shifted(shift, None) for table in mask.axes]
+    return Mask(keep, f"{mask.label} at q + {shift}", axes=axes)
 
 
 def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str) -> None:

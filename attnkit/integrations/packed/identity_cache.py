@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from attnkit.util import caches
 
 T = TypeVar("T")
@@ -24,7 +26,12 @@ class IdentityCache(Generic[T]):
         self._entries: dict[Hashable, tuple[tuple[Any, ...], T]] = {}
 
     def get(self, key: Hashable, objects: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """Return the value of `key` and `objects`; compute it with `make` if there is none."""
+        """Return the value of `key` and `objects`; compute it with `make` if there is none.
+
+        In torch.compile nothing is kept: the graph makes the value at each of its calls.
+        """
+        if torch.compiler.is_compiling():
+            return make()
         full = (key, *map(id, objects))
         entry = self._entries.get(full)
         if entry is None:

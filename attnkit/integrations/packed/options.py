@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, OptionError, mods
@@ -93,8 +92,6 @@ def build_score_mod(
             parts.append(score_mod)
         return parts[0] if len(parts) == 1 else mods.compose(*parts)
 
-    if torch.compiler.is_compiling():
-        return make()
     return _score_mods.get((cap, one_sided), (alibi_slopes, score_mod), make)
 
 
