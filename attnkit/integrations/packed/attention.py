@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import attnkit
@@ -11,6 +12,8 @@ from attnkit import ArgumentError, Mask, ScoreMod, ShapeError, masks
 from attnkit.integrations.packed.identity_cache import IdentityCache
 from attnkit.integrations.packed.offsets import Names, find_packing
 from attnkit.integrations.packed.options import Function, Window
+from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.gradients import gradients
 from attnkit.util import caches
 
 _masks: IdentityCache[Mask] = IdentityCache(64)
@@ -29,6 +32,8 @@ def packed_attention(
     longest_q: Any,
     longest_k: Any,
     *,
+    used: Any = None,
+    grouped: bool = True,
     window: Window,
     score_mod: Function | None,
     mask: Any,
@@ -44,7 +49,8 @@ def packed_attention(
         query: [total_q, Hq, D].
         key: [total_k, Hkv, D]; Hkv divides Hq.
         value: [total_k, Hkv, Dv].
-        q_offsets, k_offsets, longest_q, longest_k: see `offsets.find_packing`.
+        q_offsets, k_offsets, longest_q, longest_k, used: see `offsets.find_packing`.
+        grouped: whether the key may have fewer heads than the query.
         window: keys before and after the place of its query that a row keeps.
         score_mod: a score_mod, or None.
         mask: a mask_mod besides the window, or None.
@@ -57,10 +63,10 @@ def packed_attention(
     Raises:
         The errors of `offsets.find_packing` and of `attnkit.flex_attention`.
     """
-    _check_rank(names, (query, key, value), "[total, heads, head dim]")
+    _check_rank(names, (query, key, value), "[total, heads, head dim]", grouped)
     rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
     while True:
-        packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
+        packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k, used)
         functions = packing.score_mod(score_mod), packing.mask(window, mask)
         out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
         # A call that is prepared anew compares data on a GPU, which the search for a packing does
@@ -107,6 +113,77 @@ def aligned_attention(
     functions = _shifted(score_mod, shift), _aligned_mask(window, shift, mask)
     out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
     return out.transpose(1, 2), lse
+
+
+def packed_gradients(
+    names: Names,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    q_offsets: Any,
+    k_offsets: Any,
+    longest_q: Any,
+    longest_k: Any,
+    *,
+    window: Window,
+    scale: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of a `packed_attention` without functions.
+
+    Args:
+        out, lse: its results.
+        grad_out: gradient of `out`, [total_q, Hq, Dv].
+        names, query, key, value, q_offsets, k_offsets, longest_q, longest_k, window: its arguments.
+        scale, backend: arguments of `attnkit.flex_attention`.
+    """
+    packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
+    rows = [t.transpose(0, 1)[None] for t in (query, key, value, out, grad_out)]
+    found = _differentiate(rows, lse[None], packing.mask(window, None), scale, backend)
+    return tuple(t[0].transpose(0, 1) for t in found)  # type: ignore[return-value]
+
+
+def aligned_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    window: Window,
+    scale: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of an `aligned_attention` without functions.
+
+    Args:
+        out, lse: its results.
+        grad_out: gradient of `out`, [B, Sq, Hq, Dv].
+        query, key, value, window: its arguments.
+        scale, backend: arguments of `attnkit.flex_attention`.
+    """
+    rows = [t.transpose(1, 2) for t in (query, key, value, out, grad_out)]
+    mask = _aligned_mask(window, key.shape[1] - query.shape[1], None)
+    found = _differentiate(rows, lse, mask, scale, backend)
+    return tuple(t.transpose(1, 2) for t in found)  # type: ignore[return-value]
+
+
+def _differentiate(
+    rows: list[Tensor], lse: Tensor, mask: Mask | None, scale: float | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a call; `rows` are query, key, value, out and gradient of out."""
+    query, key, value, out, grad_out = rows
+    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grouped = key.shape[1] != query.shape[1]
+    call = AttentionCall(
+        query, key, value, None, mask, scale, enable_gqa=grouped, return_lse=True, backend=backend
+    )
+    return gradients(call, out, lse, grad_out)
 
 
 def _attend(
@@ -177,7 +254,7 @@ def _moved(mask: Mask, shift: int) -> Mask:
     return Mask(keep, f"{mask.label} at q + {shift}", axes=axes)
 
 
-def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str) -> None:
+def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str, grouped: bool = True) -> None:
     """Raise unless query, key and value are tensors of a layout; the call checks the rest."""
     rank = layout.count(",") + 1
     for name, t in zip(names[:3], tensors, strict=True):
@@ -186,6 +263,11 @@ def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str) -> None:
         if t.ndim != rank:
             raise ShapeError(f"{name} must have shape {layout}, got {list(t.shape)}")
     heads, kv_heads = (t.shape[-2] for t in tensors[:2])
+    if not grouped and kv_heads != heads:
+        raise ShapeError(
+            f"{names.query} has {heads} heads, {names.key} has {kv_heads}; for grouped-query "
+            "attention set enable_gqa=True"
+        )
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
             f"{names.query} has {heads} heads, which is no multiple of the {kv_heads} heads of "

@@ -54,6 +54,7 @@ def find_packing(
     k_offsets: Any,
     longest_q: Any,
     longest_k: Any,
+    used: Any = None,
 ) -> Packing:
     """Check the offsets of a call and return its packing, the same object for the same data.
 
@@ -66,11 +67,12 @@ def find_packing(
         q_offsets, k_offsets: int32 or int64 [N + 1], the start of each sequence and the end of the
             last.
         longest_q, longest_k: bounds on the lengths of the sequences.
+        used: int32 or int64 [N], how many keys of each sequence exist, from its start; or None.
 
     Raises:
         ArgumentError, ShapeError, DTypeError, DeviceError: an argument is not as described.
         OptionError: the offsets do not start at 0, decrease or leave the tokens; or a sequence is
-            longer than its bound.
+            longer than its bound, or has fewer keys than it uses.
         UnsupportedError: the offsets are not known yet, and a CUDA graph is captured.
     """
     for name, offsets in ((names.q_offsets, q_offsets), (names.k_offsets, k_offsets)):
@@ -80,30 +82,34 @@ def find_packing(
             f"{names.q_offsets} and {names.k_offsets} must have one entry for each sequence and one "
             f"more, got {list(q_offsets.shape)} and {list(k_offsets.shape)}"
         )
+    if used is not None:
+        _check_used(used, q_offsets)
     totals = query.shape[0], key.shape[0]
     if torch.compiler.is_compiling() or q_offsets.is_meta or is_fake(q_offsets):
-        return Packing(q_offsets, k_offsets, *totals)
+        return Packing(q_offsets, k_offsets, *totals, used)
+    sources = (q_offsets, k_offsets) if used is None else (q_offsets, k_offsets, used)
 
     def make() -> Packing:
-        states = tuple(state_of(t) for t in (q_offsets, k_offsets))
-        longest = (
-            _read(names.q_offsets, q_offsets, names.query, totals[0]),
-            _read(names.k_offsets, k_offsets, names.key, totals[1]),
-        )
-        return Packing(q_offsets, k_offsets, *totals, *longest, states)
+        states = tuple(state_of(t) for t in sources)
+        q_lengths = _read(names.q_offsets, q_offsets, names.query, totals[0])
+        k_lengths = _read(names.k_offsets, k_offsets, names.key, totals[1])
+        if used is not None:
+            k_lengths = _read_used(used, k_lengths)
+        return Packing(q_offsets, k_offsets, *totals, used, max(q_lengths), max(k_lengths), states)
 
-    packing = _packings.get(totals, (q_offsets, k_offsets), make)
-    for name, bound, longest in (
-        (names.longest_q, longest_q, packing.longest_q),
-        (names.longest_k, longest_k, packing.longest_k),
-    ):
-        if isinstance(bound, bool) or not isinstance(bound, int):
-            raise ArgumentError(f"{name} must be an int, got {shown(bound)}")
-        if longest is not None and bound < longest:
-            raise OptionError(
-                f"{name} must be at least the length of the longest sequence, {longest}, got {bound}"
-            )
+    packing = _packings.get(totals, sources, make)
+    _check_longest(names.longest_q, longest_q, packing.longest_q)
+    _check_longest(names.longest_k, longest_k, packing.longest_k)
     return packing
+
+
+def _check_longest(name: str, bound: Any, longest: int | None) -> None:
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        raise ArgumentError(f"{name} must be an int, got {shown(bound)}")
+    if longest is not None and bound < longest:
+        raise OptionError(
+            f"{name} must be at least the length of the longest sequence, {longest}, got {bound}"
+        )
 
 
 def _check_tensor(name: str, offsets: Any, query_name: str, query: Tensor) -> None:
@@ -125,8 +131,36 @@ def _check_tensor(name: str, offsets: Any, query_name: str, query: Tensor) -> No
         )
 
 
-def _read(name: str, offsets: Tensor, tokens: str, total: int) -> int:
-    """Check the data of offsets, and return the length of the longest sequence."""
+def _check_used(used: Any, offsets: Tensor) -> None:
+    if not isinstance(used, Tensor):
+        raise ArgumentError(
+            f"seqused_k must be an int32 tensor [sequences], got {type(used).__name__}"
+        )
+    if used.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"seqused_k must be int32, got {used.dtype}; pass seqused_k.int()")
+    if tuple(used.shape) != (offsets.shape[0] - 1,):
+        raise ShapeError(
+            f"seqused_k must have one entry for each of the {offsets.shape[0] - 1} sequences, got "
+            f"shape {list(used.shape)}"
+        )
+    if used.device != offsets.device:
+        raise DeviceError(f"seqused_k is on {used.device}, the query is on {offsets.device}")
+
+
+def _read_used(used: Tensor, lengths: list[int]) -> list[int]:
+    """Check the data of `seqused_k`, and return it."""
+    counts: list[int] = used.tolist()
+    for at, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise OptionError(
+                f"seqused_k must be from 0 to the number of keys of each sequence, got {count} for "
+                f"sequence {at}, which has {length}"
+            )
+    return counts
+
+
+def _read(name: str, offsets: Tensor, tokens: str, total: int) -> list[int]:
+    """Check the data of offsets, and return the lengths of the sequences."""
     if offsets.is_cuda and is_stream_capturing():
         raise UnsupportedError(
             f"{name} has data that no earlier call has seen, and reading it waits for the GPU, which "
@@ -147,4 +181,4 @@ def _read(name: str, offsets: Tensor, tokens: str, total: int) -> int:
         raise OptionError(
             f"{name} must end with the number of tokens of {tokens}, {total}, or less, got {ends[-1]}"
         )
-    return max(lengths)
+    return lengths

@@ -40,6 +40,7 @@ class Packing:
         q_offsets, k_offsets: int32 or int64 [N + 1], the start of each sequence and the end of the
             last, as the caller passed them.
         total_q, total_k: number of query and key tokens.
+        used: int [N], how many keys of each sequence exist, from its start; None for all.
         longest_q, longest_k: lengths of the longest sequence; None if they were not read.
         states: states of the offsets' data when they were read; () if they were not.
     """
@@ -48,6 +49,7 @@ class Packing:
     k_offsets: Tensor
     total_q: int
     total_k: int
+    used: Tensor | None = None
     longest_q: int | None = None
     longest_k: int | None = None
     states: tuple[DataState, ...] = ()
@@ -65,10 +67,14 @@ class Packing:
         """Return whether the offsets hold the data of the packing, as far as the host knows."""
         if not self.states:
             return True
-        return all(
-            state_of(t) is state
-            for t, state in zip((self.q_offsets, self.k_offsets), self.states, strict=True)
-        )
+        known = zip(self.sources, self.states, strict=True)
+        return all(state_of(t) is state for t, state in known)
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """Return the tensors from whose data the tables are made."""
+        both = self.q_offsets, self.k_offsets
+        return both if self.used is None else (*both, self.used)
 
     def rows(self) -> _Rows:
         """Return the tables of the queries."""
@@ -77,6 +83,8 @@ class Packing:
                 row, sequence = _sequences(self.q_offsets, self.total_q)
                 ends, offsets = self.q_offsets.int()[1:], self.k_offsets.int()
                 first, stop = offsets[sequence], offsets[1:][sequence]
+                if self.used is not None:
+                    stop = first + self.used.int()[sequence]
                 place = row - ends[sequence] + (stop - first)
                 stop = torch.where(row < ends[-1], stop, first)
                 self._rows = _Rows(*map(_own, (sequence, place, first, stop)))
@@ -117,13 +125,17 @@ class Packing:
             inside = (q < cu_seqlens_q[last]) & (kv < cu_seqlens_k[last])
             return inside & (kv >= low[q]) & (kv < high[q])
 
+        kept = Mask(keep, f"packed({self.count} sequences, window={window})")
+        if self.used is not None:
+            used = self.used
+            kept &= lambda b, h, q, kv: kv - first[q] < used[sequence[q]]
         if inner is None:
-            return Mask(keep, f"packed({self.count} sequences, window={window})")
+            return kept
         given = inner
 
         def keep_inner(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             here: Tensor = given(sequence[q], h, place[q], kv - first[q])
-            return keep(b, h, q, kv) & here
+            return kept(b, h, q, kv) & here
 
         own = inner if isinstance(inner, Mask) else Mask(inner)
         self._check_sizes(own)
