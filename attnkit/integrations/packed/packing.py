@@ -135,7 +135,8 @@ class Packing:
 
         def keep_inner(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             here: Tensor = given(sequence[q], h, place[q], kv - first[q])
-            return kept(b, h, q, kv) & here
+            both: Tensor = kept(b, h, q, kv) & here
+            return both
 
         own = inner if isinstance(inner, Mask) else Mask(inner)
         self._check_sizes(own)
