@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import attnkit
-from attnkit import ArgumentError, Mask, ScoreMod, ShapeError, masks
+from attnkit import ArgumentError, Mask, ScoreMod, ShapeError, UnsupportedError, masks
 from attnkit.integrations.packed.identity_cache import IdentityCache
 from attnkit.integrations.packed.offsets import Names, find_packing
 from attnkit.integrations.packed.options import Function, Window
@@ -260,6 +260,11 @@ def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str, grouped: bo
     for name, t in zip(names[:3], tensors, strict=True):
         if not isinstance(t, Tensor):
             raise ArgumentError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.is_nested:
+            raise UnsupportedError(
+                f"{name} is a nested tensor; pass its tokens {layout} and offsets: {name}.values(), "
+                f"{name}.offsets()"
+            )
         if t.ndim != rank:
             raise ShapeError(f"{name} must have shape {layout}, got {list(t.shape)}")
     heads, kv_heads = (t.shape[-2] for t in tensors[:2])

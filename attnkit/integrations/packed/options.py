@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from attnkit import ArgumentError, OptionError, mods
+from attnkit import ArgumentError, Axes, DTypeError, OptionError, ScoreMod, ShapeError, mods
 from attnkit.integrations.packed.identity_cache import IdentityCache
 from attnkit.util import caches
 from attnkit.util.arguments import shown
@@ -73,10 +73,7 @@ def build_score_mod(
             f"{type(score_mod).__name__}"
         )
     cap = _cap(softcap)
-    if alibi_slopes is not None and not isinstance(alibi_slopes, Tensor):
-        raise ArgumentError(
-            f"alibi_slopes must be a tensor [H] or [sequences, H], got {type(alibi_slopes).__name__}"
-        )
+    _check_slopes(alibi_slopes)
     if not cap and alibi_slopes is None:
         return score_mod  # type: ignore[no-any-return]
     # no kept key is after the place of its query: the distance needs no abs
@@ -87,12 +84,30 @@ def build_score_mod(
         if cap:
             parts.append(mods.softcap(cap))
         if alibi_slopes is not None:
-            parts.append(mods.alibi(alibi_slopes, symmetric=not one_sided))
+            own = mods.alibi(alibi_slopes, symmetric=not one_sided)
+            axes = Axes("alibi_slopes", alibi_slopes, *("b", "h")[2 - alibi_slopes.ndim :])
+            parts.append(ScoreMod(own.function, own.label, axes=[axes]))
         if score_mod is not None:
             parts.append(score_mod)
         return parts[0] if len(parts) == 1 else mods.compose(*parts)
 
     return _score_mods.get((cap, one_sided), (alibi_slopes, score_mod), make)
+
+
+def _check_slopes(slopes: Any) -> None:
+    """Check what is known without the call; the call compares the sizes."""
+    if slopes is None:
+        return
+    if not isinstance(slopes, Tensor):
+        raise ArgumentError(
+            f"alibi_slopes must be a tensor [H] or [sequences, H], got {type(slopes).__name__}"
+        )
+    if slopes.ndim not in (1, 2):
+        raise ShapeError(
+            f"alibi_slopes must have shape [H] or [sequences, H], got {list(slopes.shape)}"
+        )
+    if not slopes.is_floating_point():
+        raise DTypeError(f"alibi_slopes must hold floats, got {slopes.dtype}")
 
 
 def _cap(softcap: Any) -> float:

@@ -145,7 +145,10 @@ class Packing:
         return Mask(keep_inner, label, axes=axes)
 
     def _bounds(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return the first key of each row's window, and the key after its last; int32 [total_q]."""
+        """Return the first key of each row's window, and the key after its last; int32 [total_q].
+
+        Both stay between the ends of the sequence, so that neither falls from row to row.
+        """
         _, place, first, stop = self.rows()
         left, right = window
         low, high = first, stop
@@ -154,10 +157,11 @@ class Packing:
             # and its sums could leave int32.
             farthest = self.total_q + self.total_k
             if left is not None:
-                low = torch.maximum(first, first + place - min(left, farthest))
+                low = _own(torch.clamp(first + place - min(left, farthest), first, stop))
             if right is not None:
-                high = torch.minimum(stop, first + place + (min(right, farthest) + 1))
-        return _own(low), _own(high)
+                after = first + place + (min(right, farthest) + 1)
+                high = _own(torch.clamp(after, first, stop))
+        return low, high
 
     def score_mod(self, inner: Function | None) -> ScoreMod | None:
         """Return a score_mod that gives `inner` the sequence, the place and the key's position.
@@ -201,7 +205,7 @@ def _own_tables() -> AbstractContextManager[Any]:
 
 
 def _own(table: Tensor) -> Tensor:
-    """Return a table, marked as one that only this module writes, whose data nobody compares."""
+    """Return a new table, marked as one that only this module writes: its data is not compared."""
     if not torch.compiler.is_compiling():
         set_own(table)
     return table

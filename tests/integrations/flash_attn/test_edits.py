@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 import attnkit
 from attnkit import StaleDataError
 from attnkit.integrations.flash_attn import flash_attn_varlen_func
-from attnkit.runtime import data_guard
+from attnkit.runtime import api, data_guard
+from attnkit.runtime.prepare import prepare
 from attnkit.splice.fingerprint_check import encode, stale_report
 from attnkit.util.data_state import compare_on_devices
 from attnkit.util.fingerprint import fingerprint
@@ -131,7 +133,7 @@ def test_on_a_gpu_invalidate_is_enough() -> None:
 
 
 def test_calls_find_what_was_made_for_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that share offsets read them once, and repeated calls take the fast path."""
+    """Layers that share offsets read them once, and repeated calls prepare nothing."""
     cu = torch.tensor([0, 10, TOTAL], dtype=torch.int32)
     reads = 0
     tolist = Tensor.tolist
@@ -142,6 +144,14 @@ def test_calls_find_what_was_made_for_the_offsets(monkeypatch: pytest.MonkeyPatc
         return tolist(tensor)
 
     monkeypatch.setattr(Tensor, "tolist", counted)
+    prepared = 0
+
+    def prepare_counted(call: Any) -> Any:
+        nonlocal prepared
+        prepared += 1
+        return prepare(call)
+
+    monkeypatch.setattr(api, "prepare", prepare_counted)
     attnkit.clear_caches()
     score_mod = lambda s, b, h, q, kv: s + 0.5 * (kv - q)
     for causal in (True, False, True, False):
@@ -150,3 +160,4 @@ def test_calls_find_what_was_made_for_the_offsets(monkeypatch: pytest.MonkeyPatc
                 *inputs(), cu, cu, TOTAL, TOTAL, causal=causal, softcap=2.0, score_mod=mod
             )
     assert reads == 2  # of queries, and of keys
+    assert prepared == 4  # two masks with two score_mods
