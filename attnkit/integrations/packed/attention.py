@@ -108,7 +108,7 @@ def aligned_attention(
         raise ArgumentError(
             f"mask must be a function mask_mod(b, h, q, kv) or None, got {type(mask).__name__}"
         )
-    shift = key.shape[1] - query.shape[1]
+    shift = _shift(query, key)
     rows = [t.transpose(1, 2) for t in (query, key, value)]
     functions = _shifted(score_mod, shift), _aligned_mask(window, shift, mask)
     out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
@@ -167,7 +167,7 @@ def aligned_gradients(
         scale, backend: arguments of `attnkit.flex_attention`.
     """
     rows = [t.transpose(1, 2) for t in (query, key, value, out, grad_out)]
-    mask = _aligned_mask(window, key.shape[1] - query.shape[1], None)
+    mask = _aligned_mask(window, _shift(query, key), None)
     found = _differentiate(rows, lse, mask, scale, backend)
     return tuple(t.transpose(1, 2) for t in found)  # type: ignore[return-value]
 
@@ -205,9 +205,22 @@ def _attend(
     return found
 
 
-def _shifted(score_mod: Function | None, shift: int) -> Function | None:
+def _shift(query: Tensor, key: Tensor) -> int | Tensor | None:
+    """Return what turns the position of a query into its place among the keys; None for nothing.
+
+    In torch.compile it is a tensor, so that one graph serves all lengths.
+    """
+    shift = key.shape[1] - query.shape[1]
+    if shift == 0:
+        return None
+    if torch.compiler.is_compiling():
+        return torch.full((), shift, dtype=torch.int32, device=query.device)
+    return shift
+
+
+def _shifted(score_mod: Function | None, shift: int | Tensor | None) -> Function | None:
     """Return a score_mod whose query positions are moved by `shift`, one object for each."""
-    if score_mod is None or not shift:
+    if score_mod is None or shift is None:
         return score_mod
     given = score_mod
 
@@ -218,12 +231,12 @@ def _shifted(score_mod: Function | None, shift: int) -> Function | None:
             return given(score, b, h, q + shift, kv)
 
         axes = [table.shifted(shift, None) for table in own.axes]
-        return ScoreMod(moved, f"{own.label} at q + {shift}", axes=axes)
+        return ScoreMod(moved, f"{own.label}, aligned", axes=axes)
 
     return _score_mods.get(shift, (given,), make)
 
 
-def _aligned_mask(window: Window, shift: int, mask: Function | None) -> Mask | None:
+def _aligned_mask(window: Window, shift: int | Tensor | None, mask: Function | None) -> Mask | None:
     """Return the mask of a window around queries that are moved by `shift`, one object for each."""
     if window == (None, None) and mask is None:
         return None
@@ -233,7 +246,7 @@ def _aligned_mask(window: Window, shift: int, mask: Function | None) -> Mask | N
         if mask is not None:
             parts.append(mask if isinstance(mask, Mask) else Mask(mask))
         own = parts[0] if len(parts) == 1 else attnkit.and_masks(*parts)
-        return _moved(own, shift) if shift else own
+        return own if shift is None else _moved(own, shift)
 
     return _masks.get((window, shift), (mask,), make)
 
@@ -243,7 +256,7 @@ def _window(window: Window) -> Mask:
     return masks.causal() if window == (None, 0) else masks.sliding_window(left, right)
 
 
-def _moved(mask: Mask, shift: int) -> Mask:
+def _moved(mask: Mask, shift: int | Tensor) -> Mask:
     """Return a mask whose query positions are moved by `shift`; they may be negative."""
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -251,7 +264,7 @@ def _moved(mask: Mask, shift: int) -> Mask:
         return kept
 
     axes = [table.shifted(shift, None) for table in mask.axes]
-    return Mask(keep, f"{mask.label} at q + {shift}", axes=axes)
+    return Mask(keep, f"({mask.label}), aligned", axes=axes)
 
 
 def _check_rank(names: Names, tensors: tuple[Any, ...], layout: str, grouped: bool = True) -> None:

@@ -118,17 +118,13 @@ class Packing:
     def _new_mask(self, window: Window, inner: Function | None) -> Mask:
         sequence, place, first, _ = self.rows()
         low, high = self._bounds(window)
-        cu_seqlens_q, cu_seqlens_k, last = self.q_offsets, self.k_offsets, self.count
 
-        # The offsets are read, although the tables tell all, so that their data is watched.
         def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            inside = (q < cu_seqlens_q[last]) & (kv < cu_seqlens_k[last])
-            return inside & (kv >= low[q]) & (kv < high[q])
+            return (kv >= low[q]) & (kv < high[q])
 
-        kept = Mask(keep, f"packed({self.count} sequences, window={window})")
-        if self.used is not None:
-            used = self.used
-            kept &= lambda b, h, q, kv: kv - first[q] < used[sequence[q]]
+        kept = Mask(keep, f"packed(window={window})")
+        if not torch.compiler.is_compiling():  # there each call makes its tables
+            kept &= self._watched()
         if inner is None:
             return kept
         given = inner
@@ -140,9 +136,25 @@ class Packing:
 
         own = inner if isinstance(inner, Mask) else Mask(inner)
         self._check_sizes(own)
-        label = f"packed({self.count} sequences, window={window}, mask={own.label})"
+        label = f"packed(window={window}, mask={own.label})"
         axes = [table.without("b", "q", "kv") for table in own.axes]
         return Mask(keep_inner, label, axes=axes)
+
+    def _watched(self) -> Mask:
+        """Return a mask of what the tables already tell, which reads the data they were made from.
+
+        attnkit watches the data that a mask reads.
+        """
+        cu_seqlens_q, cu_seqlens_k, last = self.q_offsets, self.k_offsets, self.count
+
+        def inside(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (q < cu_seqlens_q[last]) & (kv < cu_seqlens_k[last])
+
+        both = Mask(inside)
+        if self.used is None:
+            return both
+        (sequence, _, first, _), seqused_k = self.rows(), self.used
+        return both & (lambda b, h, q, kv: kv - first[q] < seqused_k[sequence[q]])
 
     def _bounds(self, window: Window) -> tuple[Tensor, Tensor]:
         """Return the first key of each row's window, and the key after its last; int32 [total_q].

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
-from attnkit.integrations.flash_attn import flash_attn_func
+from attnkit.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from tests.integrations import packed_reference
 from tests.integrations.flash_attn.test_packed import compare
 
@@ -97,25 +98,46 @@ def test_no_limit_has_two_spellings() -> None:
     assert torch.equal(out, flash_attn_func(q, k, v, window_size=(-1, 2)))
 
 
-@pytest.mark.parametrize("varying", [False, True])
-def test_compiled(varying: bool) -> None:
-    """In torch.compile with fullgraph: one graph, whatever data the offsets have."""
-    from attnkit.integrations.flash_attn import flash_attn_varlen_func
-
+def test_compiled() -> None:
+    """In torch.compile with fullgraph, few graphs serve all offsets, also of more sequences."""
     bias = torch.randn(40)
     mod = lambda s, b, h, q, kv: s + bias[q - kv + 20]
 
     def layer(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        q, k, v = q * 1.5, k[:, :2], v[:, :2]
+        k, v = k[:, :2], v[:, :2]
         a = flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, causal=True, score_mod=mod)
-        b = flash_attn_func(q[None], k[None, :9], v[None, :9], causal=True, softcap=3.0)
-        return a + b[0]
+        return a.square() + flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, softcap=3.0)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled, graphs = _compiled(layer)
     qkv = [t.requires_grad_() for t in torch.randn(3, 20, 4, 8)]
-    for middle in (7, 13, 0) if varying else (7,):
-        cu = torch.tensor([0, middle, 20], dtype=torch.int32)
+    for middle in ([7], [13], [0], [3, 5], [2, 9, 9], [1, 2, 3, 4]):
+        cu = torch.tensor([0, *middle, 20], dtype=torch.int32)
         found = compiled(*qkv, cu), layer(*qkv, cu)
         torch.testing.assert_close(*found)
         grads = [torch.autograd.grad(out.square().sum(), qkv) for out in found]
         torch.testing.assert_close(*grads)
+    assert len(graphs) <= 2
+
+
+def test_compiled_for_unequal_lengths() -> None:
+    def layer(q: Tensor, k: Tensor) -> Tensor:
+        slopes = torch.full((4,), 0.5)
+        out: Tensor = flash_attn_func(q, k, k, causal=True, alibi_slopes=slopes, softcap=3.0)
+        return out
+
+    compiled, graphs = _compiled(layer)
+    for q_len, kv_len in ((5, 7), (6, 9), (4, 12), (9, 3), (7, 8)):
+        q, k = torch.randn(2, q_len, 4, 8), torch.randn(2, kv_len, 4, 8)
+        torch.testing.assert_close(compiled(q, k), layer(q, k))
+    assert len(graphs) <= 2
+
+
+def _compiled(layer: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], list[Any]]:
+    """Return the compiled layer, and a list of the graphs that were compiled for it."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return aot_eager(module, inputs)
+
+    return torch.compile(layer, fullgraph=True, backend=backend), graphs
