@@ -132,8 +132,13 @@ def refuse_one_split(num_splits: Any) -> None:
     """Raise an UnsupportedError if a call forbids to split keys, for the same bits in any batch.
 
     Raises:
+        ArgumentError: `num_splits` is neither an int nor None.
         UnsupportedError: `num_splits` is 1.
     """
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise ArgumentError(f"num_splits must be an int or None, got {shown(num_splits)}")
     if num_splits == 1:
         raise UnsupportedError(
             "num_splits=1 asks for the same bits of a sequence in every batch, which attnkit does not "
