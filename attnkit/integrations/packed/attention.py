@@ -67,7 +67,7 @@ def packed_attention(
     rows = [t.transpose(0, 1)[None] for t in (query, key, value)]
     while True:
         packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k, used)
-        functions = packing.score_mod(score_mod), packing.mask(window, mask)
+        functions = packing.score_mod(score_mod, query.shape[1]), packing.mask(window, mask)
         out, lse = _attend(rows[0], rows[1], rows[2], *functions, options)
         # A call that is prepared anew compares data on a GPU, which the search for a packing does
         # not wait for. If that finds an edit, the tables were those of the old data.

@@ -93,9 +93,11 @@ def find_packing(
         states = tuple(state_of(t) for t in sources)
         q_lengths = _read(names.q_offsets, q_offsets, names.query, totals[0])
         k_lengths = _read(names.k_offsets, k_offsets, names.key, totals[1])
+        agree = used is None and q_lengths == k_lengths
         if used is not None:
             k_lengths = _read_used(used, k_lengths)
-        return Packing(q_offsets, k_offsets, *totals, used, max(q_lengths), max(k_lengths), states)
+        longest = max(q_lengths), max(k_lengths)
+        return Packing(q_offsets, k_offsets, *totals, used, *longest, agree, states)
 
     packing = _packings.get(totals, sources, make)
     _check_longest(names.longest_q, longest_q, packing.longest_q)

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit import ArgumentError, Mask, ScoreMod, ShapeError
 from attnkit.integrations.packed.identity_cache import IdentityCache
 from attnkit.integrations.packed.options import Function, Window
+from attnkit.integrations.packed.positions import takes_token_positions
 from attnkit.tracing.axes import Sizes
 from attnkit.tracing.built_for import check_built_for
 from attnkit.util.data_state import DataState, set_own, state_of
@@ -42,6 +43,7 @@ class Packing:
         total_q, total_k: number of query and key tokens.
         used: int [N], how many keys of each sequence exist, from its start; None for all.
         longest_q, longest_k: lengths of the longest sequence; None if they were not read.
+        starts_agree: whether each sequence is known to have the same offsets and lengths in both.
         states: states of the offsets' data when they were read; () if they were not.
     """
 
@@ -52,6 +54,7 @@ class Packing:
     used: Tensor | None = None
     longest_q: int | None = None
     longest_k: int | None = None
+    starts_agree: bool = False
     states: tuple[DataState, ...] = ()
     _masks: IdentityCache[Mask] = field(default_factory=lambda: IdentityCache(16))
     _score_mods: IdentityCache[ScoreMod] = field(default_factory=lambda: IdentityCache(16))
@@ -175,16 +178,30 @@ class Packing:
                 high = _own(torch.clamp(after, first, stop))
         return low, high
 
-    def score_mod(self, inner: Function | None) -> ScoreMod | None:
+    def score_mod(self, inner: Function | None, heads: int) -> Function | None:
         """Return a score_mod that gives `inner` the sequence, the place and the key's position.
 
-        It is the same object for the same `inner`.
+        It is the same object for the same `inner`; or `inner` itself, if that has the same value for
+        the positions of the tokens.
+
+        Args:
+            inner: a score_mod, or None.
+            heads: number of query heads.
 
         Raises:
             ShapeError: `inner` was built for other sizes.
+            TraceError: `inner` cannot be traced.
         """
         if inner is None:
             return None
+        if self.states and takes_token_positions(
+            inner,
+            starts_agree=self.starts_agree,
+            lengths=(self.total_q, self.total_k),
+            heads=heads,
+            device=self.q_offsets.device,
+        ):
+            return inner
         return self._score_mods.get((), (inner,), lambda: self._new_score_mod(inner))
 
     def _new_score_mod(self, inner: Function) -> ScoreMod:
