@@ -16,6 +16,7 @@ from attnkit.integrations.flash_attn import flash_attn_varlen_func
 from tests.integrations import packed_reference
 from tests.integrations.flash_attn.test_packed import offsets, with_gradients
 from tests.integrations.packed_reference import check_close
+from tests.integrations.torch_attention.versions import GROUPED
 
 Q_LENGTHS, K_LENGTHS = [300, 0, 513, 40], [300, 64, 700, 0]
 
@@ -110,7 +111,7 @@ def test_varlen_attn_of_pytorch(window: tuple[int, int]) -> None:
         return varlen.varlen_attn(
             *(q, k, v, cu_q, cu_k, 513, 700),
             window_size=window,
-            enable_gqa=True,
+            **GROUPED,
             return_aux=varlen.AuxRequest(lse=True),
         )
 

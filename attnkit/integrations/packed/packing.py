@@ -67,11 +67,13 @@ class Packing:
         return self.q_offsets.shape[0] - 1
 
     def is_current(self) -> bool:
-        """Return whether the offsets hold the data of the packing, as far as the host knows."""
-        if not self.states:
-            return True
-        known = zip(self.sources, self.states, strict=True)
-        return all(state_of(t) is state for t, state in known)
+        """Return whether no edit of the offsets was found since the search for the packing.
+
+        The search compares the data itself, unless a GPU does it later: then a call that is prepared
+        anew may find an edit.
+        """
+        known = zip(self.sources, self.states, strict=False)
+        return all(s.expected is None or state_of(t) is s for t, s in known)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from attnkit.jit import emulation
 from tests.integrations import packed_reference
 from tests.integrations.flash_attn.test_packed import offsets, with_gradients
 from tests.integrations.packed_reference import check_close
+from tests.integrations.torch_attention.versions import GROUPED
 
 
 def test_on_hopper() -> None:
@@ -32,7 +33,7 @@ def test_on_hopper() -> None:
                 out, lse = varlen.varlen_attn(
                     *(q, k, v, cu_q, cu_k, 50, 70),
                     window_size=(-1, 0),
-                    enable_gqa=True,
+                    **GROUPED,
                     return_aux=varlen.AuxRequest(lse=True),
                 )
                 return out, lse.detach()
