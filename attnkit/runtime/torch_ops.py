@@ -304,28 +304,52 @@ class _Attention(torch.autograd.Function):
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
-        # tested here because most calls need neither, and two function calls cost a microsecond
-        if stale_report.code[0]:
-            raise_if_stale()
-        if prepared.guard.states:
-            scores = 5 + len(needs_grad)
-            prepared.guard.check_saved(saved[5:scores], saved[scores:])
-            if prepared.kernel_call.check is None:
-                prepared.guard.launch_backward()
-        if grad_out is not None:
-            gradients = prepared.backward.try_fast_path(
-                grad_out, grad_lse, saved, scale, needs_grad
-            )
-            if gradients is not None:
-                return *_NO_GRADIENT, *gradients
-        query, key, value, out, lse, *tensors = saved
-        captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
-        forward = ForwardInputs(query, key, value, captured, scale)
-        grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
-        inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
-        return *_NO_GRADIENT, *_backward_of(prepared, inputs, saved)
+        saved = ctx.saved_tensors
+        return *_NO_GRADIENT, *differentiate(prepared, scale, needs_grad, saved, grad_out, grad_lse)
+
+
+def differentiate(
+    prepared: PreparedCall,
+    scale: float,
+    needs_grad: list[bool],
+    saved: Sequence[Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Run the backward of a call that has run.
+
+    Args:
+        prepared: the prepared call.
+        scale: the scale of the forward.
+        needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        saved: query, key, value, output, LSE, and the tensors that score and mask capture.
+        grad_out, grad_lse: gradients of output and LSE; None for zero.
+
+    Returns:
+        The gradients of query, key, value and the score's tensors; None where not needed.
+
+    Raises:
+        StaleDataError: captured data was changed since the forward.
+    """
+    # tested here because most calls need neither, and two function calls cost a microsecond
+    if stale_report.code[0]:
+        raise_if_stale()
+    if prepared.guard.states:
+        scores = 5 + len(needs_grad)
+        prepared.guard.check_saved(saved[5:scores], saved[scores:])
+        if prepared.kernel_call.check is None:
+            prepared.guard.launch_backward()
+    if grad_out is not None:
+        gradients = prepared.backward.try_fast_path(grad_out, grad_lse, saved, scale, needs_grad)
+        if gradients is not None:
+            return gradients
+    query, key, value, out, lse, *tensors = saved
+    captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
+    forward = ForwardInputs(query, key, value, captured, scale)
+    grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
+    return _backward_of(prepared, inputs, saved)
 
 
 def _backward_of(

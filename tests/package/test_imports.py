@@ -64,6 +64,10 @@ def test_integrations_import_no_other_library() -> None:
     loaded = _modules_after("import attnkit.integrations.transformers")
     assert "attnkit.integrations.transformers" in loaded
     assert "transformers" not in loaded
+    loaded = _modules_after(
+        "import attnkit.integrations.flash_attn, attnkit.integrations.torch_attention"
+    )
+    assert not {"flash_attn", "torch.nn.attention.varlen", "torch._dynamo"} & set(loaded)
 
 
 def test_import_attnkit_loads_what_a_call_needs_alone(loaded: dict[str, str]) -> None:
