@@ -153,17 +153,19 @@ def _is_empty(*tensors: Any) -> bool:
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Return the result of a call without a row or without a key: rows without keys are 0.
+    """Return the result of a call without a row or without a key.
+
+    Rows without keys have output 0 and LSE -inf; with a sink it is their LSE.
 
     Raises:
         ShapeError, DTypeError, …: as `attnkit.flex_attention`, about other arguments.
     """
-    stands = [
+    stand_ins = [
         t.detach().new_empty(1).expand([max(n, 1) if axis in (0, 2) else n
                                         for axis, n in enumerate(t.shape)])
         for t in (query, key, value)
     ]  # fmt: skip
-    call = AttentionCall(*stands, *arguments, **options)  # type: ignore[arg-type]
+    call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):
         if t.shape[0] not in (1, query.shape[0]):
@@ -175,5 +177,8 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     rows = query.shape[:3]
     out = query.new_zeros(*rows, value.shape[3]) + none
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = torch.full(rows, -torch.inf, dtype=stats, device=query.device)
-    return call.results(out, lse, lse.clone())
+    max_scores = torch.full(rows, -torch.inf, dtype=stats, device=query.device)
+    lse = max_scores.clone()
+    if (sink := call.sink) is not None:  # a sink of -inf is none: it gets the gradient 0
+        lse = torch.where(sink == -torch.inf, -torch.inf, sink)[:, None].to(stats).expand(rows)
+    return call.results(out, lse.contiguous(), max_scores)
