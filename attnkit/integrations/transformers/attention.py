@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import Mask, OptionError, ScoreMod, ShapeError, UnsupportedError
+from attnkit import Mask, OptionError, ScoreMod, ShapeError, UnsupportedError, flex_attention
 from attnkit import mods as score_mods
 from attnkit.integrations.transformers.layer_mask import LayerMask
-from attnkit.integrations.transformers.sinks import attend
 from attnkit.masks import causal
 
 _CAUSAL = causal()
@@ -53,7 +52,7 @@ def attention(
         scaling: factor on q k^T; None for 1 / sqrt(D).
         dropout: must be 0.
         softcap: limit on scores, cap * tanh(score / cap).
-        s_aux: attention sinks, [Hq].
+        s_aux: attention sinks, [Hq], any float dtype.
         position_bias: float [B or 1, Hq, Sq, Skv], added to the scores.
         is_causal: whether a call without a mask is causal; None for the module's `is_causal`.
         backend: backend of `attnkit.flex_attention`.
@@ -89,17 +88,17 @@ def attention(
         mask = _CAUSAL
     if position_bias is not None:
         mods.append(score_mods.full_bias(position_bias))
-    out = attend(
+    out = flex_attention(
         query,
         key,
         value,
-        s_aux,
         score_mod=mods[0] if len(mods) == 1 else score_mods.compose(*mods) if mods else None,
         block_mask=mask,
         scale=None if scaling is None else float(scaling),
         enable_gqa=key.shape[1] != query.shape[1],
         backend=backend,
         deterministic=bool(options.get("deterministic")),
+        sink=None if s_aux is None else _sink(s_aux, query),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -130,6 +129,11 @@ def _softcap(cap: float) -> ScoreMod:
 
 def _module_is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _sink(s_aux: Tensor, query: Tensor) -> Tensor:
+    """Return the sinks of a layer in the dtype that `flex_attention` takes, [Hq]."""
+    return s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def _check_lengths(shape: tuple[int, ...], query: Tensor, key: Tensor) -> None:
