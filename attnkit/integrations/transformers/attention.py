@@ -24,6 +24,9 @@ _REFUSED = {
     "block_indices": "blocks that the model selects at run time are",
     "sinks": "sinks that differ from token to token are",
 }
+# Models that build a mask of their own, and leave out the mask of the layer if it is a BlockMask, so
+# that every query would see every key.
+_DROP_MASKS = {"doge"}
 
 
 def attention(
@@ -66,7 +69,7 @@ def attention(
         UnsupportedError: an argument asks for what attnkit does not compute.
         ShapeError: the mask was made for another number of queries or keys.
     """
-    _refuse(dropout, options)
+    _refuse(module, dropout, options)
     mods: list[Callable[..., Any]] = []
     if softcap is not None:
         mods.append(_softcap(float(softcap)))
@@ -103,8 +106,14 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
     """Raise an error if a call asks for what attnkit does not compute."""
+    model = getattr(getattr(module, "config", None), "model_type", None)
+    if model in _DROP_MASKS:
+        raise UnsupportedError(
+            f"{model} models leave out masks that are no tensors, also those of flex_attention in "
+            f"transformers; {_INSTEAD}"
+        )
     if dropout:
         raise OptionError(
             f"attnkit has no dropout inside attention, got dropout={dropout}; set the model's "
