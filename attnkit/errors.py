@@ -1,8 +1,8 @@
 """Define the exception classes that attnkit raises.
 
 Each class also derives from the matching builtin exceptions, so `except TypeError` keeps working.
-Where PyTorch's FlexAttention raises another builtin exception for the same mistake, the class derives
-from that one too, so that code written for PyTorch catches it.
+Where PyTorch's FlexAttention raises another builtin exception for the same mistake, the class
+derives from that one too, so that code written for PyTorch catches it.
 A message names the argument, its value, the expected value and what to do.
 """
 
