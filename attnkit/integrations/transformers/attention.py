@@ -24,8 +24,8 @@ _REFUSED = {
     "block_indices": "blocks that the model selects at run time are",
     "sinks": "sinks that differ from token to token are",
 }
-# Models that build a mask of their own, and leave out the mask of the layer if it is a BlockMask, so
-# that every query would see every key.
+# Models that build a mask of their own and leave out the layer's mask if it is a BlockMask, so that
+# every query would see every key.
 _DROP_MASKS = {"doge"}
 
 
@@ -149,8 +149,8 @@ def _check_lengths(shape: tuple[int, ...], query: Tensor, key: Tensor) -> None:
     wanted = query.shape[2], key.shape[2]
     if shape[2:] != wanted:
         raise ShapeError(
-            f"the attention mask was made for {shape[2]} queries and {shape[3]} keys, and the layer "
-            f"has {wanted[0]} and {wanted[1]}; {_INSTEAD}"
+            f"the attention mask was made for {shape[2]} queries and {shape[3]} keys, and the "
+            f"layer has {wanted[0]} and {wanted[1]}; {_INSTEAD}"
         )
 
 

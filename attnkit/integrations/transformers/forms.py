@@ -1,4 +1,4 @@
-"""Define the masks that transformers builds, as values that know which keys they keep.
+"""Define forms: the masks that transformers builds, as values that know which keys they keep.
 
 A form holds positions, as transformers does: the first query of a call has position `q_start`, and
 the first key in memory has position `kv_start`. `Geometry` places a form on one call. Each form
@@ -59,7 +59,7 @@ class Geometry:
 
 
 class Form:
-    """Base class of the forms; itself the form of which nothing is known."""
+    """Is the base class of forms, and the form about which nothing is known."""
 
     def span(self, at: Geometry) -> tuple[int, int]:
         """Return positions [start, stop) outside of which no query keeps a key."""
@@ -251,7 +251,7 @@ class Groups(Form):
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(Form):
+class PackedSequences(Form):
     """Keeps the keys of the query's sequence, where several sequences share a row of the batch.
 
     transformers packs without a cache only, so positions are indices.
@@ -268,7 +268,7 @@ class Packed(Form):
 
 
 @dataclass(frozen=True, eq=False)
-class Remapped(Form):
+class RemappedPositions(Form):
     """Applies a form to the positions inside packed sequences.
 
     Attributes:
