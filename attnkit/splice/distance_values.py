@@ -244,11 +244,14 @@ class DistanceValues:
         ], memo
 
     def _shaped(self, expression: Node, value: Tensor) -> Tensor:
-        names = axes(expression)
-        grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+        grid = self._grid(axes(expression))
         return (
             value.expand(*grid, self.sizes.distances).reshape(self.shape(expression)).contiguous()
         )
+
+    def _grid(self, names: tuple[str, ...]) -> list[int]:
+        """Return the batch size and the number of heads in a table; 1 where it has no such axis."""
+        return [self._size(name) if name in names else 1 for name in ("b", "h")]
 
     def needs_grad(self, needs: Sequence[bool]) -> list[bool]:
         """Return whether the gradient of each table is needed, given that of captured tensors."""
@@ -288,8 +291,7 @@ class DistanceValues:
         pairs = zip(self.tables.expressions, self._gradients[tuple(needs)], grads, strict=True)
         for expression, gradient, grad in pairs:
             if gradient is not None and grad is not None:
-                names = axes(expression)
-                grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+                grid = self._grid(axes(expression))
                 gradient.add(tensors, memo, grad.view(*grid, -1), totals, ordered)
         return totals
 
@@ -339,7 +341,7 @@ class DistanceValues:
             if found is None or last - first == len(found):
                 return Points.grid(self.sizes, self.device, first, last), (first, last), None
         assert kept is not None
-        grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+        grid = self._grid(names)
         b, h, at = kept.expand(*grid, count).nonzero().to(self.device).unbind(1)
         flat = (b * grid[1] + h) * count + at
         return Points.listed(b, h, at - (self.sizes.kv_len - 1)), None, flat
