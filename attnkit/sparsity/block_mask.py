@@ -430,7 +430,10 @@ def _other_lengths(lengths: tuple[int, int], query: Tensor, key: Tensor) -> str:
             "the tensors seem to be [batch, length, heads, head dim]; expected [batch, heads, "
             "length, head dim]: query.transpose(1, 2)"
         )
-    return "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it"
+    return (
+        "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it; "
+        "after block_mask[index], assign the seq_lengths of the selection"
+    )
 
 
 def check_mask_shape(

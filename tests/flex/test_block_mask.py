@@ -123,6 +123,8 @@ def test_rows_of_a_mask_for_decoding() -> None:
     whole = create_block_mask(causal, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=32)
     row = whole[:, :, torch.tensor([2])]
     row.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, q + 70, kv)
+    with pytest.raises(attnkit.ShapeError, match="assign the seq_lengths of the selection"):
+        flex.flex_attention(query[:, :, 70:71], key, key, block_mask=row)
     row.seq_lengths = (1, 96)
     found = flex.flex_attention(query[:, :, 70:71], key, key, block_mask=row)
     expected = flex.flex_attention(query, key, key, block_mask=whole)
