@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import attnkit
-from attnkit.errors import BoundsError, UnsupportedError
+from attnkit.errors import UnsupportedError
+from attnkit.sparsity.block_mask import check_index
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.tracing.pickling import reduced
 from attnkit.util.arguments import check_flag
@@ -185,10 +186,7 @@ class BlockMask(TorchBlockMask):
         Raises:
             BoundsError: an int is out of range; PyTorch returns an empty mask.
         """
-        places = index if isinstance(index, tuple) else (index,)
-        for at, size in zip(places, self.kv_num_blocks.shape, strict=False):
-            if isinstance(at, int) and not -size <= at < size:
-                raise BoundsError(f"index {at} is out of range for a BlockMask with {size} entries")
+        check_index(index, self.kv_num_blocks.shape)
         return self._from_lists(super().__getitem__(index))
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
