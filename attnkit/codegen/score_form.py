@@ -117,7 +117,7 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
 
 
 def split_row(form: ScoreForm) -> tuple[Node | None, ScoreForm]:
-    """Split the terms of `form.row` that are known in their row from those that depend on an origin.
+    """Split the terms of `form.row` into those that depend on the row alone, and the others.
 
     Returns:
         The sum of the terms that depend on q and the head alone, None for 0; and the form without

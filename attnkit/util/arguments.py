@@ -234,7 +234,7 @@ def _sink_hint(shape: tuple[int, ...], heads: int) -> str:
         return "Pass sink.flatten()"
     if math.prod(shape) == 1:
         return f"It is not broadcast: pass sink.expand({heads})"
-    return "A term that also depends on the batch element or the row belongs into score_mod"
+    return "A term that also depends on the batch element or the row belongs in score_mod"
 
 
 def check_scale(scale: Any, width: int) -> float:
@@ -247,8 +247,8 @@ def check_scale(scale: Any, width: int) -> float:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise OptionError(
-            f"scale must be a number or None, got {shown(scale)}; a scale that "
-            "is a tensor belongs into score_mod, where it also gets its gradient"
+            f"scale must be a number or None, got {shown(scale)}; a scale that is a tensor belongs "
+            "in score_mod, where it also gets its gradient (attnkit.flex.flex_attention takes it)"
         )
     if isinstance(scale, float) and not math.isfinite(scale):
         raise OptionError(f"scale must be finite, got {scale}")

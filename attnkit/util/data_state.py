@@ -140,12 +140,12 @@ class DataState:
             or tensor.dtype is not self.dtype
         ):
             return False
-        return self.holds_unless_relaid(tensor)
+        return self.holds_in_same_layout(tensor)
 
-    def holds_unless_relaid(self, tensor: Tensor) -> bool:
+    def holds_in_same_layout(self, tensor: Tensor) -> bool:
         """Return what `holds` returns, for a tensor with the recorded shape, strides and dtype.
 
-        Comparing these takes a quarter of a microsecond, which other guards may have spent.
+        Other guards have often compared these already, which takes a quarter of a microsecond.
 
         Raises:
             UnsupportedError: see `holds`.
@@ -359,7 +359,7 @@ def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
 
 
 def _drop(key: int) -> None:
-    """Remove the state of an id, and invalidate it, as `invalidate` does not find it any more."""
+    """Remove the state of an id, and invalidate it, because `invalidate` no longer finds it."""
     state = _states.pop(key, None)
     if state is not None:
         state.valid = False
@@ -388,7 +388,7 @@ def invalidate(tensor: Tensor) -> None:
 
 
 def invalidate_storage(pointer: int) -> None:
-    """Invalidate the states of all tensors whose storage begins at the address `pointer`, if any."""
+    """Invalidate the states of all tensors whose storage begins at the address `pointer`."""
     if not pointer:
         return
     for key, state in list(_states.items()):
