@@ -62,6 +62,7 @@ class Tracer:
             depends on captured tensors).
         derived: whether the function computed a captured tensor from others, so that the trace is
             valid for one call only.
+        products: number of products that linear layers and products of matrices have unrolled.
         error: the first error, even if the user's function catches it.
     """
 
@@ -72,6 +73,7 @@ class Tracer:
         self.tensors: list[Tensor] = []
         self.results: dict[int, tuple[Tensor, bool]] = {}
         self.derived = False
+        self.products = 0
         self.error: TraceError | None = None
 
     def failure(self, message: str) -> TraceError:
