@@ -20,6 +20,7 @@ _TAKES = {
     "sigmoid": 8,
     "expm1": 18,
     "erf": 24,
+    "atan2": 34,
     "log1p": 50,
     "pow": 75,
     "sin": 80,

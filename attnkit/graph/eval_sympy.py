@@ -238,6 +238,7 @@ def _operations() -> dict[str, Callable[..., Any]]:
         "sin": lambda n, a: s.sin(a),
         "cos": lambda n, a: s.cos(a),
         "erf": lambda n, a: s.erf(a),
+        "atan2": lambda n, a, b: s.atan(a) if b == 1 else s.atan2(a, b),
         "floor": lambda n, a: floor(a),
         "round": lambda n, a: _opaque(str(n.attr), slope=1)(a),
         "and": _bits("And"),

@@ -55,6 +55,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "sin": torch.sin,
     "cos": torch.cos,
     "erf": torch.erf,
+    "atan2": torch.atan2,
     "floor": torch.floor,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,

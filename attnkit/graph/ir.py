@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "sin": ("f", "f"),
     "cos": ("f", "f"),
     "erf": ("f", "f"),
+    "atan2": ("ff", "f"),  # the angle of the point (second argument, first argument)
     "floor": ("f", "f"),
     # attr "float16", "bfloat16", "float32" or "float64": round to that precision, keep the type
     "round": ("f", "f"),

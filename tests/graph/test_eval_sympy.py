@@ -63,6 +63,8 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
         op = draw(st.sampled_from(SMOOTH))
         if op in ("add", "sub", "mul"):
             made = build(op, draw(pick), draw(pick))
+        elif op == "atan2":
+            made = build("atan2", draw(pick), positive)
         elif op == "div":
             made = build("div", draw(pick), positive)
         elif op == "pow":
@@ -76,7 +78,7 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
 
 
 SMOOTH = (
-    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf"
+    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf atan2"
 ).split()
 
 

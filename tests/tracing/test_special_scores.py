@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
         name: getattr(torch, name)
         for name in (
             "exp exp2 expm1 tanh sigmoid sin cos erf ceil trunc abs neg square reciprocal sign "
-            "relu round frac sinh cosh tan log log2 log1p log10 sqrt rsqrt"
+            "relu round frac sinh cosh tan atan asin acos log log2 log1p log10 sqrt rsqrt"
         ).split()
     },
     **{
@@ -41,6 +41,17 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "elu, alpha": lambda s: F.elu(s, alpha=0.5),
     "softplus, beta": lambda s: F.softplus(s, beta=2, threshold=5),
     "hardtanh, bounds": lambda s: F.hardtanh(s, -2, 0.5),
+    "atan2": lambda s: torch.atan2(s, torch.ones_like(s)),
+    "atan2 of x": lambda s: torch.atan2(torch.full_like(s, -2.0), s),
+    "atan2 behind": lambda s: torch.atan2(s, torch.full_like(s, -0.5)),
+    "hypot": lambda s: torch.hypot(s, torch.full_like(s, 0.5)),
+    "hypot of large numbers": lambda s: torch.hypot(s * 1e30, torch.full_like(s, 1e30)) / 1e30,
+    "hypot of small numbers": lambda s: torch.hypot(s * 1e-30, torch.full_like(s, 1e-30)) * 1e30,
+    "hypot with NaN": lambda s: torch.hypot(s, torch.full_like(s, math.nan)),
+    "nan_to_num": lambda s: torch.nan_to_num(s.log(), nan=3.0, neginf=-2.0, posinf=7.0),
+    "addcmul": lambda s: torch.addcmul(s, s, torch.sin(s), value=0.7),
+    "addcdiv": lambda s: torch.addcdiv(s, torch.sin(s), s.abs() + 1, value=-0.7),
+    "deg2rad": lambda s: torch.deg2rad(s) + torch.rad2deg(s),
     "power 1/2": lambda s: s**0.5,
     "power -1/2": lambda s: s**-0.5,
     "power 2": lambda s: s**2,

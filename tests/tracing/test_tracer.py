@@ -175,6 +175,13 @@ MASKS: dict[str, Callable[..., Any]] = {
         torch.searchsorted(EDGES, q, side="right") % 2 == torch.searchsorted(EDGES, kv)
     ),
     "rounded": lambda b, h, q, kv: torch.round(q / 2) >= torch.round((kv - 5) / 2),
+    "angles": lambda b, h, q, kv: (
+        (torch.atan2(q - 3, kv - 4) > 0.7) ^ (torch.acos((q - kv) / 10) < torch.hypot(q / 3, h / 2))
+    ),
+    "nan_to_num of halves": lambda b, h, q, kv: (HALF[q, h] / 0).nan_to_num() > HALF[kv, h],
+    "addcmul of bytes": lambda b, h, q, kv: (
+        torch.addcmul(BYTES[q], BYTES[kv], BYTES[q], value=-3) > 100
+    ),
     "stack": lambda b, h, q, kv: torch.stack([q > 2, kv > 4, h > 0]).any(),
     "index_select": lambda b, h, q, kv: (
         torch.index_select(SPANS, 0, q % 3)[0, 1] + IDS.index_select(-1, kv)[0] > q + kv
@@ -224,7 +231,7 @@ def test_mask_equals_eager(name: str) -> None:
 
 UNARY = (
     "exp exp2 expm1 tanh sigmoid sin cos erf floor ceil trunc abs neg square reciprocal "
-    "sign relu positive round frac sinh cosh tan"
+    "sign relu positive round frac sinh cosh tan atan asin acos"
 ).split()
 POSITIVE = "log log2 log1p log10 sqrt rsqrt".split()
 
@@ -247,6 +254,13 @@ MODS: dict[str, Callable[..., Any]] = {
     "halves to even": lambda s, b, h, q, kv: torch.round((q - kv) / 2) + torch.round(s / 0.0),
     "bucketize NaN": lambda s, b, h, q, kv: s + torch.bucketize(s / 0 * 0, GRID),
     "bucketize": lambda s, b, h, q, kv: TABLE[h, torch.bucketize(s, GRID)],
+    "atan2": lambda s, b, h, q, kv: torch.atan2(s, TABLE[h, q]) + torch.atan2(q - 3, kv - 4),
+    "hypot": lambda s, b, h, q, kv: torch.hypot(s, TABLE[h, q]) + torch.hypot(q / 2, kv),
+    "nan_to_num": lambda s, b, h, q, kv: torch.nan_to_num(s / (q - kv).clamp(min=0) * 0, 2.5),
+    "nan_to_num of ints": lambda s, b, h, q, kv: s + torch.nan_to_num(q, 1.0),
+    "addcmul": lambda s, b, h, q, kv: torch.addcmul(s, TABLE[h, q], kv, value=0.5),
+    "addcmul of ints": lambda s, b, h, q, kv: s + torch.addcmul(q, kv, h, value=2.5),
+    "addcdiv": lambda s, b, h, q, kv: torch.addcdiv(s, TABLE[h, q], kv + 1.0, value=-2),
     "softsign": lambda s, b, h, q, kv: F.softsign(s),
     "hardtanh": lambda s, b, h, q, kv: F.hardtanh(s),
     "clamp": lambda s, b, h, q, kv: s.clamp(-1, GAIN),
