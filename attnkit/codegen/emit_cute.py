@@ -311,6 +311,7 @@ _EXACT: dict[str, Emit] = {
     "erf": lambda n, a: emit_cute_math.erf(a),
     "atan2": lambda n, a, b: emit_cute_math.atan2(a, b, positive=_above_zero(n.args[1])),
     "floor": _math("floor"),
+    "with_slope": lambda n, value, x, slope: value,
     "round": _round_on_host,
     "and": lambda n, a, b: a & b,
     "or": lambda n, a, b: a | b,

@@ -270,5 +270,6 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "erf": (_by(_gaussian),),
     "atan2": (_angle(1), _angle(0)),
     "round": (_pass,),
+    "with_slope": (None, lambda n, g: _times(g, n.args[2]), None),
     "where": (None, _where(1), _where(2)),
 }

@@ -43,6 +43,11 @@ def promote(*nodes: Node, least: Type = BOOL) -> tuple[Node, ...]:
     return tuple(cast(n, to) for n in nodes)
 
 
+def without_gradient(n: Node) -> Node:
+    """Return a float node of the same value, whose derivative is 0."""
+    return build("with_slope", n, const(0.0), const(0.0))
+
+
 def negate(n: Node) -> Node:
     """Return the logical not of a bool node."""
     if n.op == "not":
@@ -255,6 +260,12 @@ def _pow(a: Node, b: Node) -> Node | None:
     return None
 
 
+def _with_slope(value: Node, x: Node, slope: Node) -> Node | None:
+    if value.op == "with_slope":  # the derivative of the value does not matter
+        return build("with_slope", value.args[0], x, slope)
+    return value if value.op == "const" and x.op == "const" else None  # nothing to derive
+
+
 _RULES: dict[str, Callable[..., Node | None]] = {
     "add": _add,
     "sub": _sub,
@@ -275,4 +286,5 @@ _RULES: dict[str, Callable[..., Node | None]] = {
     "lt": _irreflexive,
     "where": _where,
     "pow": _pow,
+    "with_slope": _with_slope,
 }

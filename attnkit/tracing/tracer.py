@@ -86,7 +86,7 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         Value(tracer, ir.arg(name), _ARGUMENT_DTYPES[ir.ARG_TYPES[name]]) for name in names
     ]
     try:
-        with TracingMode(tracer):
+        with torch.enable_grad(), TracingMode(tracer):
             result = function(*arguments)
             if tracer.error is None:
                 root = _root(tracer, function, kind, result)

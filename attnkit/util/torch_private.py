@@ -32,6 +32,7 @@ __all__ = [
     "dynamo_parts",
     "fast_empty_strided",
     "flex_parts",
+    "function_class",
     "function_mode_count",
     "grad_enabled",
     "in_autocast",
@@ -46,6 +47,9 @@ __all__ = [
     "mark_constant",
     "neural_functions",
     "only_devices",
+    "recorded",
+    "result_count",
+    "shares_storage",
     "stream_of",
     "tensor_guard",
     "tree_leaves",
@@ -167,6 +171,33 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         dynamic_dims_strides=[list(t.stride()) for t in tensors],
     ).check
     return guard if guard(*tensors) else None
+
+
+def recorded(x: Tensor) -> tuple[Any, bool, int]:
+    """Return what autograd has recorded of a tensor of any class.
+
+    Returns:
+        The node that computed it (for an autograd.Function the `ctx` object of the call), whether
+        it requires grad, and its place among the results of the node.
+    """
+    base: Any = Tensor
+    with DisableTorchFunction():
+        return base.grad_fn.__get__(x), base.requires_grad.__get__(x), base.output_nr.__get__(x)
+
+
+def function_class(call: Any) -> type[torch.autograd.Function]:
+    """Return the autograd.Function of a call, from the `ctx` object of the call."""
+    return call._forward_cls  # type: ignore[no-any-return]
+
+
+def result_count(call: Any) -> int:
+    """Return the number of results of a call of an autograd.Function, from its `ctx` object."""
+    return len(call._input_metadata)
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same storage, which may be one without data."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def is_fake(tensor: Tensor) -> bool:

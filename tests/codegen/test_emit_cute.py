@@ -79,7 +79,7 @@ def samples() -> list[Node]:
     found = [ir.node("round", OPERANDS[F32][0], attr=a) for a in ("bfloat16", "float16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:
-            args = list(OPERANDS[kind][: len(letters)])
+            args = list((*OPERANDS[kind], load(5, F32, [q]))[: letters.count(letters[-1])])
             if kind == I32 and op in DIVIDING + SHIFTING:
                 args[1] = load(3 if op in DIVIDING else 4, I32, [kv])
             if op == "where":

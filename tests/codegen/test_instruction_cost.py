@@ -68,7 +68,7 @@ def test_operations_of_one_instruction_are_known() -> None:
     A new operation needs an estimate or an entry.
     """
     floats = [(op, len(takes)) for op, (takes, _) in SIGNATURES.items() if set(takes) <= {"f", "n"}]
-    leaves = arg("score"), arg("grad")
+    leaves = arg("score"), arg("grad"), arg("scale")
     nodes = [node(op, *leaves[:count]) for op, count in floats if op != "round"]
     single = {n.op for n in nodes if instructions(n) == 1}
     assert single == {"add", "sub", "mul", "neg", "abs", "min", "max", "floor"}

@@ -35,6 +35,7 @@ MEANINGS = {
     "bitxor": lambda a, b: int(a) ^ int(b),
     "shl": lambda a, b: int(a) << int(b),
     "shr": lambda a, b: int(a) >> int(b),
+    "with_slope": lambda value, x, slope: value,
     "bfloat16": lambda x: float(torch.tensor(float(x)).bfloat16()),
     "Heaviside": lambda x, at_zero=0.5: at_zero if x == 0 else float(x > 0),
 }
@@ -119,7 +120,7 @@ def samples() -> list[Node]:
     found = [ir.node("round", score, attr="bfloat16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:
-            args = OPERANDS[kind][: len(letters)]
+            args = (*OPERANDS[kind], bias)[: letters.count(letters[-1])]
             if op == "where":
                 found.append(ir.node(op, OPERANDS[BOOL][1], *args))
             elif op == "cast":

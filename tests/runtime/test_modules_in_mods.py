@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from attnkit import flex_attention
 from attnkit.errors import BoundsError, TraceError
+from tests.runtime.by_vmap import B, D, H, S, assert_same_by_vmap, dense
 
-B, H, S, D = 2, 3, 10, 8
 IDS = torch.tensor([0, 2, 1, 1, 3, 0, 2, 3, 3, 1])
 
 Made = tuple[Callable[..., Any], Sequence[Tensor]]  # a score_mod and its learned tensors
@@ -30,6 +29,13 @@ def embedding_of_clamped_distances() -> Made:
         lambda s, b, h, q, kv: s + table((q - kv).clamp(-3, 3) + 3)[h],
         [*table.parameters()],
     )
+
+
+def embedding_with_padding() -> Made:
+    table = nn.Embedding(4, H, padding_idx=-2)
+    with torch.no_grad():
+        table.weight.normal_()
+    return lambda s, b, h, q, kv: s + table(IDS[q])[h] * kv / S, [*table.parameters()]
 
 
 def embedding_of_ids() -> Made:
@@ -92,6 +98,7 @@ MODS = {
     for made in (
         embedding,
         embedding_of_clamped_distances,
+        embedding_with_padding,
         embedding_of_ids,
         linear_of_a_row,
         perceptron_of_positions,
@@ -102,40 +109,11 @@ MODS = {
 }
 
 
-def dense(mod: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with the score_mod called by torch.vmap, which runs the user's code itself."""
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    index = [torch.arange(n) for n in (B, H, S, S)]
-    for axes in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
-        mod = torch.vmap(mod, in_dims=axes)
-    mod = torch.vmap(mod, in_dims=(0, 0, None, None, None))
-    return mod(scores, *index).softmax(-1) @ value
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of torch.take
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("name", MODS)
 def test_value_and_all_gradients_are_those_of_vmap(name: str, backend: Any) -> None:
-    torch.manual_seed(0)
-    mod, learned = MODS[name]()
-    inputs = [torch.randn(B, H, S, D).requires_grad_() for _ in range(3)]
-    weight = torch.randn(B, H, S, D)
-    expected = dense(mod, *inputs)
-    found = flex_attention(*inputs, mod, backend=backend)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    gradient = functools.partial(torch.autograd.grad, grad_outputs=weight)
-    theirs = gradient(expected, [*inputs, *learned])
-    ours = gradient(found, [*inputs, *learned])
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert_same_by_vmap(MODS[name], backend)
 
 
 def test_a_replaced_weight_a_replaced_layer_and_an_edit_are_seen() -> None:

@@ -25,7 +25,10 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 # function of (score, q) -> what the message says to do
 WAYS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "embedding_bag": (lambda s, q: F.embedding_bag(q, TABLE), "index the table: weight[i]"),
-    "padding_idx": (lambda s, q: F.embedding(q, TABLE, 0)[0], "index the weight with weight[i]"),
+    "padding_idx": (
+        lambda s, q: torch.embedding(TABLE, q, 4)[0],
+        "padding_idx=4 is not among the 4 rows",
+    ),
     "max_norm": (lambda s, q: F.embedding(q, TABLE, max_norm=1.0)[0], "normalize it outside"),
     "sparse": (lambda s, q: F.embedding(q, TABLE, sparse=True)[0], "use sparse=False"),
     "scale_grad_by_freq": (

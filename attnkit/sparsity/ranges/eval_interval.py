@@ -422,6 +422,7 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "sigmoid": _nearly_increasing(torch.sigmoid),
         "erf": _nearly_increasing(torch.erf),
         "atan2": _angle,
+        "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,
         "le": _le_real,
         "eq": _eq_real,

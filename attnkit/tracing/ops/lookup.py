@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnkit.graph.ir import I32, Node, const
-from attnkit.graph.simplify import build
+from attnkit.graph.simplify import build, without_gradient
 from attnkit.tracing.ops.index import index, whole
 from attnkit.tracing.ops.registry import elementwise, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
@@ -95,12 +95,20 @@ def _embedding(
             f"{name}=True changes the gradient of the weight, which is dense and the sum over all "
             f"scores here; use {name}=False"
         )
-    if padding_idx is not None:
-        raise ValueError(
-            "padding_idx keeps the gradient from a row, which is not supported; index the weight "
-            "with weight[i], and write zeros into the gradient of that row after backward"
-        )
-    return _lookup(tracer, table, 0, _indices(tracer, at))
+    at = _indices(tracer, at)
+    found = _lookup(tracer, table, 0, at)
+    if padding_idx is None or tracer.converter.rounds:  # a mask has no gradient
+        return found
+    count = table.sizes[0]
+    if not -count <= padding_idx < count:
+        raise ValueError(f"padding_idx={padding_idx} is not among the {count} rows")
+    padding = const(padding_idx % count)
+
+    def pick(*position: Node) -> Node:
+        n, i = found.pick(*position), at.pick(*position[: len(at.sizes)])
+        return build("where", build("eq", i, padding), without_gradient(n), n)
+
+    return Value(tracer, None, found.dtype, found.sizes, pick, part=found.part)
 
 
 # The C++ function has another order of arguments, and -1 for no padding index.

@@ -64,11 +64,10 @@ def _register_conversions() -> None:
         "bool": torch.bool,
     }.items():
         HANDLERS[getattr(Tensor, name)] = lambda tracer, a, dtype=dtype, **_: _to(tracer, a, dtype)
-    same = "positive __pos__ clone contiguous detach cpu cuda view_as expand_as"
+    same = "positive __pos__ clone contiguous cpu cuda view_as expand_as"
     for name in same.split():
-        register(name)(lambda tracer, a, *_, **__: tracer.lift(a))
+        register(name)(lambda tracer, a, *_, **__: tracer.lift(a).copy())
     HANDLERS[Tensor.view_as] = HANDLERS[Tensor.expand_as] = _same_shape
-    HANDLERS[Tensor.detach] = HANDLERS[torch.detach] = _detach
 
 
 def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
@@ -76,16 +75,7 @@ def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
         raise ValueError(
             "view_as and expand_as are not supported for values with a shape; index them instead"
         )
-    return a
-
-
-def _detach(tracer: Tracer, a: Value) -> Value:
-    if a.kind == F32:
-        tracer.fail(
-            "detach() inside a score_mod would change its gradient, which is not supported; "
-            "detach the captured tensor outside of the function"
-        )
-    return a
+    return a.copy()
 
 
 def _fill(tracer: Tracer, value: Any, size: Any, dtype: torch.dtype) -> Value:
