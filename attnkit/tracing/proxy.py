@@ -24,7 +24,13 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node, Type
 from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
 from attnkit.util.package import FOLDER
-from attnkit.util.torch_private import is_fake, recorded, shares_storage
+from attnkit.util.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    is_fake,
+    recorded,
+    shares_storage,
+)
 
 Pick: TypeAlias = Callable[..., Node]
 # Which part of a captured tensor a Value covers: "" for the whole tensor, "end" for slices that
@@ -454,6 +460,9 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     if handler is None:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
             return dispatch(tracer, function, _origins(args), _origins(kwargs))
+        result = _through_operator(tracer, function, args, kwargs)
+        if result is not NotImplemented:
+            return result
         name = _title(function)
         if name == "__get__":
             attribute = getattr(function.__self__, "__name__", "")
@@ -462,7 +471,13 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {_instead_of(name)}")
+        way = _instead_of(name)
+        if isinstance(function, OpOverload | OpOverloadPacket) and not _of_aten(function):
+            way = (
+                "register a decomposition, which is a Python kernel for CompositeImplicitAutograd; "
+                f"or {way}"
+            )
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {way}")
     try:
         result = handler(tracer, *_settled(tracer, args), **_settled(tracer, kwargs))
         if isinstance(result, Value) and not torch.is_grad_enabled():
@@ -495,6 +510,20 @@ def _leaves(x: Any) -> list[Any]:
     if isinstance(x, dict):
         return [leaf for item in x.values() for leaf in _leaves(item)]
     return [x]
+
+
+def _of_aten(operator: OpOverload | OpOverloadPacket) -> bool:
+    return str(operator).startswith("aten.")
+
+
+def _through_operator(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operator of `torch.ops` with a decomposition, or NotImplemented."""
+    try:
+        return HANDLERS[OpOverload](tracer, function, args, kwargs)
+    except (TypeError, ValueError, IndexError) as error:
+        if isinstance(error, TraceError):
+            raise
+        tracer.fail(f"{_title(function)}: {error}", error)
 
 
 def _settled(tracer: Tracer, x: Any) -> Any:

@@ -7,6 +7,7 @@ tests/util/test_torch_private.py lists the names that each version of torch has.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -27,6 +28,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "decomposition",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
@@ -48,6 +50,7 @@ __all__ = [
     "neural_functions",
     "only_devices",
     "recorded",
+    "registered_autograd",
     "result_count",
     "shares_storage",
     "stream_of",
@@ -67,6 +70,7 @@ _C: Any = torch._C
 _GUARDS: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 _TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
+_AUTOGRAD_META = _C.DispatchKey.AutogradMeta
 _OLD_VMAP = _C._parse_dispatch_key("VmapMode")
 
 # The C++ functions behind torch.nn.functional.
@@ -171,6 +175,43 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         dynamic_dims_strides=[list(t.stride()) for t in tensors],
     ).check
     return guard if guard(*tensors) else None
+
+
+def decomposition(operator: Any) -> Callable[..., Any] | None:
+    """Return a Python function that computes an operator from others; None if none is known.
+
+    It is the kernel for CompositeImplicitAutograd, if Python code registered that, or the entry in
+    torch's table of decompositions.
+
+    Args:
+        operator: an OpOverload.
+    """
+    namespace, _, name = operator.name().partition("::")
+    key = "CompositeImplicitAutograd"
+    if f"{namespace}/{name}/{key}" in torch.library._impls:
+        # the operator itself would ask the __torch_function__ of its arguments again
+        return functools.partial(operator.redispatch, _C.DispatchKeySet(_AUTOGRAD_META))
+    module = sys.modules.get("torch._decomp")
+    return None if module is None else module.decomposition_table.get(operator)
+
+
+def registered_autograd(operator: Any) -> tuple[Any, Any] | None:
+    """Return the backward and the setup_context that are registered for an operator.
+
+    Both are None if the operator has a gradient of its own that is not known. The result is None if
+    it has none.
+
+    Args:
+        operator: an OpOverload.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(operator.name().partition(".")[0])
+    if definition is not None:
+        backward = definition._backward_fn
+        return None if backward is None else (backward, definition._setup_context_fn)
+    own = _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+    return (None, None) if own else None
 
 
 def recorded(x: Tensor) -> tuple[Any, bool, int]:

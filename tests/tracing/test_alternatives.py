@@ -83,7 +83,10 @@ WAYS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "rand": (lambda s, q: s + torch.rand(()), "draw the numbers outside of the function"),
     "rand_like": (lambda s, q: torch.rand_like(s), "draw the numbers outside of the function"),
     "cat": (lambda s, q: torch.cat([s, s]), "index captured tensors instead"),
-    "custom operator": (lambda s, q: scaled(s), "write it with elementwise torch functions"),
+    "custom operator": (
+        lambda s, q: scaled(s),
+        "register a decomposition, which is a Python kernel for CompositeImplicitAutograd; or write",
+    ),
     "operator by name": (
         lambda s, q: torch.ops.attnkit_tests.scaled(s),
         "write it with elementwise torch functions",
