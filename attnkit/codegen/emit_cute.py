@@ -309,6 +309,7 @@ _EXACT: dict[str, Emit] = {
     "sin": _math("sin"),
     "cos": _math("cos"),
     "erf": lambda n, a: emit_cute_math.erf(a),
+    "erfinv": lambda n, a: emit_cute_math.erfinv(a),
     "atan2": lambda n, a, b: emit_cute_math.atan2(a, b, positive=_above_zero(n.args[1])),
     "floor": _math("floor"),
     "with_slope": lambda n, value, x, slope: value,

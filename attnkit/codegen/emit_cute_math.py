@@ -129,6 +129,24 @@ def erf(a: Value) -> Value:
     return select(size < number(1.0), near, far)
 
 
+def erfinv(a: Value) -> Value:
+    """Emit the inverse of the error function with an error of about 2 ulp.
+
+    The result is `a` times a polynomial in w = -log(1 - a * a), or in sqrt(w) for a large w (Giles
+    2010, with polynomials of our own).
+    """
+    w = -cute.math.log((number(1.0) - a) * (number(1.0) + a))  # 1 - |a| is exact for |a| > 1/2
+    far = w > number(5.0)
+    near = _horner(_ERFINV_NEAR, select(far, number(0.0), w))
+    root = cute.math.sqrt(select(far, w, number(5.0)))
+    beyond = _horner(_ERFINV_FAR, root - number(3.0))
+    inside = a * select(far, beyond, near)
+    ends = cute.math.copysign(number(math.inf), a)
+    return select(
+        abs(a) < number(1.0), inside, select(abs(a) == number(1.0), ends, w * number(math.nan))
+    )
+
+
 def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -> Value:
     """Emit the angle of the point (x, y) with an error of about 2 ulp.
 
@@ -170,6 +188,16 @@ _EXPM1 = (0.50000006, 0.166666642, 0.0416653603, 0.00833357871, 0.00139961776, 0
 _ERF_NEAR = (
     0.128379166, -0.37612626, 0.112835854, -0.026853811, 0.00518832775, -0.000801019254,
     7.85385782e-05,
+)  # fmt: skip
+# coefficients for erfinv(x) / x, in powers of w = -log(1 - x^2), on [0, 5]
+_ERFINV_NEAR = (
+    0.886226892, 0.232013822, 0.0115486542, -0.00233429624, -0.000127481602, 4.45651895e-05,
+    3.98324573e-06, -1.97646273e-06, 2.2103066e-07, -8.79102302e-09,
+)  # fmt: skip
+# coefficients for erfinv(x) / x, in powers of sqrt(w) - 3, on [5, 16.7]
+_ERFINV_FAR = (
+    2.83297682, 1.00167501, 0.00944528636, -0.00763728889, 0.00568697369, -0.00359740551,
+    0.00148509175, -5.67762181e-05, -0.000309572526, 0.000115703653,
 )  # fmt: skip
 # coefficients for (atan(x) / x - 1) / x^2, in powers of x^2, on [0, 1]
 _ATAN = (

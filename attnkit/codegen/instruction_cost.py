@@ -23,6 +23,7 @@ _TAKES = {
     "erf": 24,
     "atan2": 34,
     "log1p": 50,
+    "erfinv": 73,
     "pow": 75,
     "sin": 80,
     "cos": 80,

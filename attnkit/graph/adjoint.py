@@ -242,6 +242,10 @@ def _gaussian(n: Node) -> Node:
     return build("mul", const(2.0 / math.sqrt(math.pi)), build("exp", build("neg", square)))
 
 
+def _inverse_gaussian(n: Node) -> Node:
+    return build("mul", const(0.5 * math.sqrt(math.pi)), build("exp", build("mul", n, n)))
+
+
 # op -> the rule of each argument, None for no gradient. Operations that are missing here (floor,
 # fdiv, comparisons, casts, integer operations) have no gradient.
 _RULES: dict[str, tuple[Rule | None, ...]] = {
@@ -268,6 +272,7 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "sin": (_by(lambda n: build("cos", n.args[0])),),
     "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
     "erf": (_by(_gaussian),),
+    "erfinv": (_by(_inverse_gaussian),),
     "atan2": (_angle(1), _angle(0)),
     "round": (_pass,),
     "with_slope": (None, lambda n, g: _times(g, n.args[2]), None),

@@ -249,6 +249,7 @@ def _operations() -> dict[str, Callable[..., Any]]:
         "sin": lambda n, a: s.sin(a),
         "cos": lambda n, a: s.cos(a),
         "erf": lambda n, a: s.erf(a),
+        "erfinv": lambda n, a: s.erfinv(a),
         "atan2": lambda n, a, b: s.atan(a) if b == 1 else s.atan2(a, b),
         "floor": lambda n, a: floor(a),
         "with_slope": lambda n, a, x, slope: _with_slope()(a, x, slope),

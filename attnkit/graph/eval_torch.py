@@ -75,6 +75,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "sin": torch.sin,
     "cos": torch.cos,
     "erf": torch.erf,
+    "erfinv": torch.erfinv,
     "atan2": torch.atan2,
     "floor": torch.floor,
     "with_slope": _with_slope,

@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "sin": ("f", "f"),
     "cos": ("f", "f"),
     "erf": ("f", "f"),
+    "erfinv": ("f", "f"),
     "atan2": ("ff", "f"),  # the angle of the point (second argument, first argument)
     "floor": ("f", "f"),
     # (value, x, slope) is the value; its derivative is `slope` by x, and 0 by all else

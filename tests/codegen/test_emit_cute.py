@@ -70,7 +70,7 @@ TAKES: dict[str, tuple[Type, ...]] = {
 }
 DIVIDING, SHIFTING = ("fdiv", "mod", "tdiv"), ("shl", "shr")
 CURVED = (
-    "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf atan2".split()
+    "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2".split()
 )  # the operations that no two libraries round alike
 
 

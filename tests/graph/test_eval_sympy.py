@@ -64,6 +64,8 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
         op = draw(st.sampled_from(SMOOTH))
         if op in ("add", "sub", "mul"):
             made = build(op, draw(pick), draw(pick))
+        elif op == "erfinv":
+            made = build("erfinv", build("mul", bounded, const(0.75)))
         elif op == "atan2":
             made = build("atan2", draw(pick), positive)
         elif op == "div":
@@ -79,7 +81,7 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
 
 
 SMOOTH = (
-    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf atan2"
+    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2"
 ).split()
 
 

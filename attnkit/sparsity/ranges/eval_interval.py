@@ -421,6 +421,7 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "tanh": _nearly_increasing(torch.tanh),
         "sigmoid": _nearly_increasing(torch.sigmoid),
         "erf": _nearly_increasing(torch.erf),
+        "erfinv": _nearly_increasing(torch.erfinv),
         "atan2": _angle,
         "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,
