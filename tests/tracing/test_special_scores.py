@@ -28,13 +28,14 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
         name: getattr(torch, name)
         for name in (
             "exp exp2 expm1 tanh sigmoid sin cos erf ceil trunc abs neg square reciprocal sign "
-            "relu round frac sinh cosh tan atan asin acos erfinv log log2 log1p log10 sqrt rsqrt"
+            "relu round frac sinh cosh tan atan asin acos erfinv atanh sgn log log2 log1p log10 sqrt rsqrt"
         ).split()
     },
     **{
         name: getattr(F, name)
         for name in (
-            "gelu silu softplus elu leaky_relu logsigmoid mish relu6 hardtanh softsign".split()
+            "gelu silu softplus elu leaky_relu logsigmoid mish relu6 hardtanh softsign selu "
+            "softshrink hardshrink tanhshrink".split()
         )
     },
     "gelu tanh": lambda s: F.gelu(s, approximate="tanh"),
@@ -52,6 +53,16 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "addcmul": lambda s: torch.addcmul(s, s, torch.sin(s), value=0.7),
     "addcdiv": lambda s: torch.addcdiv(s, torch.sin(s), s.abs() + 1, value=-0.7),
     "deg2rad": lambda s: torch.deg2rad(s) + torch.rad2deg(s),
+    "softshrink, bound": lambda s: F.softshrink(s, 1.5),
+    "hardshrink, bound": lambda s: F.hardshrink(s, 1.0),
+    "threshold": lambda s: F.threshold(s, 0.5, -3.0),
+    "logaddexp2": lambda s: torch.logaddexp2(s, torch.ones_like(s)),
+    "fmax": lambda s: torch.fmax(s, torch.ones_like(s)),
+    "fmin": lambda s: torch.fmin(torch.ones_like(s), s),
+    "fmax of NaN": lambda s: (
+        torch.fmax(torch.full_like(s, math.nan), s)
+        + torch.fmin(s, torch.full_like(s, math.nan)) ** 2
+    ),
     "power 1/2": lambda s: s**0.5,
     "power -1/2": lambda s: s**-0.5,
     "power 2": lambda s: s**2,

@@ -178,6 +178,12 @@ MASKS: dict[str, Callable[..., Any]] = {
     "angles": lambda b, h, q, kv: (
         (torch.atan2(q - 3, kv - 4) > 0.7) ^ (torch.acos((q - kv) / 10) < torch.hypot(q / 3, h / 2))
     ),
+    "fmin and fmax of ints": lambda b, h, q, kv: torch.fmax(q, kv) - torch.fmin(q, SHIFT) > h + 2,
+    "infinite": lambda b, h, q, kv: (
+        torch.isposinf((q - 3) / (kv - kv)) ^ torch.isneginf((kv - 4) / (q - q)) ^ torch.isposinf(q)
+    ),
+    "signs": lambda b, h, q, kv: torch.sgn(q - kv) + torch.sgn((q - 3) / 2) > 0,
+    "threshold of ints": lambda b, h, q, kv: F.threshold(q, 3, -1) < F.threshold(kv, 2, 1),
     "nan_to_num of halves": lambda b, h, q, kv: (HALF[q, h] / 0).nan_to_num() > HALF[kv, h],
     "addcmul of bytes": lambda b, h, q, kv: (
         torch.addcmul(BYTES[q], BYTES[kv], BYTES[q], value=-3) > 100

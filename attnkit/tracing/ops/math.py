@@ -18,6 +18,8 @@ from attnkit.tracing.dtypes import result_dtype
 from attnkit.tracing.ops.registry import Handler, as_dtype, combine, elementwise, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
 
+_ZERO = const(0.0)
+
 
 def _unless_int(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
     return lambda x: function(x) if x.type == F32 else x  # rounding leaves an int as it is
@@ -155,6 +157,11 @@ def _length(x: Node, y: Node) -> Node:
     return build("where", build("and", _nan(root), infinite), const(math.inf), root)
 
 
+def _atanh(x: Node) -> Node:
+    sides = build("log1p", x), build("log1p", build("neg", x))
+    return build("mul", const(0.5), build("sub", *sides))
+
+
 # Functions whose result has the dtype of their argument.
 _UNARY: dict[str, Callable[[Node], Node]] = {
     "neg negative __neg__": lambda x: build("neg", x),
@@ -168,7 +175,12 @@ _UNARY: dict[str, Callable[[Node], Node]] = {
     "isfinite": lambda x: negate(build("or", _nan(x), _infinite(x))),
     "sign": _sign,
     "relu": _relu,
+    "sgn": _sign,
+    "isposinf": lambda x: build("eq", x, const(math.inf)) if x.type == F32 else FALSE,
+    "isneginf": lambda x: build("eq", x, const(-math.inf)) if x.type == F32 else FALSE,
 }
+
+_SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 # Functions that convert integers to floats.
 _FLOAT: dict[str, Callable[[Node], Node]] = {
@@ -187,6 +199,9 @@ _FLOAT: dict[str, Callable[[Node], Node]] = {
     "logsigmoid": _log_sigmoid,
     "log10": lambda x: build("mul", build("log", x), const(1 / math.log(10))),
     "atan arctan": _atan,
+    "atanh arctanh": _atanh,
+    "tanhshrink": lambda x: build("sub", x, build("tanh", x)),
+    "selu": lambda x: build("mul", const(_SELU[1]), _elu(x, _SELU[0])),
     "asin arcsin": _asin,
     "acos arccos": _acos,
     "deg2rad": lambda x: build("mul", x, const(math.pi / 180)),
@@ -314,6 +329,58 @@ def _softplus_handler(tracer: Tracer, a: Any, beta: float = 1, threshold: float 
 @register("elu")
 def _elu_handler(tracer: Tracer, a: Any, alpha: float = 1.0, inplace: bool = False) -> Value:
     return elementwise(tracer, lambda x: _elu(x, alpha), a, floating=True)
+
+
+@register("softshrink")
+def _softshrink(tracer: Tracer, a: Any, lambd: float = 0.5) -> Value:
+    def node(x: Node) -> Node:
+        below = build("where", build("lt", x, const(-lambd)), build("add", x, const(lambd)), _ZERO)
+        above = build("where", build("gt", x, const(lambd)), build("sub", x, const(lambd)), below)
+        return build("where", _nan(x), x, above)
+
+    return elementwise(tracer, node, a, floating=True)
+
+
+@register("hardshrink")
+def _hardshrink(tracer: Tracer, a: Any, lambd: float = 0.5) -> Value:
+    def node(x: Node) -> Node:
+        inside = build("and", build("le", const(-lambd), x), build("le", x, const(lambd)))
+        return build("where", inside, _ZERO, x)
+
+    return elementwise(tracer, node, a, floating=True)
+
+
+@register("threshold")
+def _threshold(
+    tracer: Tracer, a: Any, threshold: float, value: float, inplace: bool = False
+) -> Value:
+    def node(x: Node, limit: Node, instead: Node) -> Node:
+        return build("where", build("le", x, limit), instead, x)
+
+    return elementwise(tracer, node, a, threshold, value)
+
+
+@register("logaddexp2")
+def _logaddexp2(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        same = build("eq", x, y)
+        difference = build("where", same, _ZERO, build("sub", x, y))
+        small = build("log1p", build("exp2", build("neg", build("abs", difference))))
+        return build("add", build("max", x, y), build("mul", small, const(1 / math.log(2.0))))
+
+    return elementwise(tracer, node, a, b, floating=True)
+
+
+def _beside_nan(op: str) -> Callable[..., Value]:
+    def node(x: Node, y: Node) -> Node:
+        first = build(op, y, x)  # a tie goes to the first argument, and its gradient too
+        return build("where", build("or", first, _nan(y)), x, y)
+
+    return lambda tracer, a, b: elementwise(tracer, node, a, b)
+
+
+register("fmax")(_beside_nan("le"))
+register("fmin")(_beside_nan("ge"))
 
 
 @register("leaky_relu")
