@@ -48,6 +48,15 @@ def without_gradient(n: Node) -> Node:
     return build("with_slope", n, const(0.0), const(0.0))
 
 
+def value_only(root: Node) -> Node:
+    """Return an expression of the same value, without the nodes that change its derivative."""
+    done: dict[Node, Node] = {}
+    for n in ir.topo(root):
+        args = tuple(done[a] for a in n.args)
+        done[n] = args[0] if n.op == "with_slope" else ir.with_args(n, args)
+    return done[root]
+
+
 def negate(n: Node) -> Node:
     """Return the logical not of a bool node."""
     if n.op == "not":
@@ -261,8 +270,9 @@ def _pow(a: Node, b: Node) -> Node | None:
 
 
 def _with_slope(value: Node, x: Node, slope: Node) -> Node | None:
-    if value.op == "with_slope":  # the derivative of the value does not matter
-        return build("with_slope", value.args[0], x, slope)
+    plain = value_only(value), x, value_only(slope)  # derivatives of these do not matter
+    if plain != (value, x, slope):
+        return build("with_slope", *plain)
     return value if value.op == "const" and x.op == "const" else None  # nothing to derive
 
 

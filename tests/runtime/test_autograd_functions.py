@@ -187,6 +187,39 @@ def test_the_trace_does_not_depend_on_the_mode_around_it(name: str, around: Any)
         assert trace(mod, "score").root is expected
 
 
+# Dynamo refuses a function that takes one tensor twice
+NOT_COMPILED = {"of_one_number_twice", "on_a_captured_tensor"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if name not in NOT_COMPILED])
+def test_compiled_calls_have_the_same_gradients(name: str) -> None:
+    torch._dynamo.reset()
+    mod, learned = MODS[name]()
+    inputs = [torch.randn(B, H, S, D).requires_grad_() for _ in range(3)]
+
+    def call(*qkv: Any) -> Any:
+        return flex_attention(*qkv, mod)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    weight, found = torch.randn(B, H, S, D), []
+    for function in (call, compiled):
+        out = function(*inputs)
+        grads = torch.autograd.grad(out, [*inputs, *learned], weight, allow_unused=True)
+        found.append((out, *(g for g in grads if g is not None)))
+    torch.testing.assert_close(*found)
+
+
+def test_a_compiled_call_refuses_a_function_of_captured_tensors() -> None:
+    torch._dynamo.reset()
+    mod, _ = on_a_captured_tensor()
+    query = torch.randn(1, H, S, D)
+    compiled = torch.compile(
+        lambda x: flex_attention(x, x, x, mod), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="call it outside of the score_mod and capture its result"):
+        compiled(query)
+
+
 class Old(torch.autograd.Function):
     """Has the older form of forward, which takes ctx."""
 

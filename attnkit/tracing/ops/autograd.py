@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import F32, Node, const
-from attnkit.graph.simplify import build, cast, without_gradient
+from attnkit.graph.simplify import build, cast, value_only, without_gradient
 from attnkit.tracing.ops.registry import combine, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, TracingMode, Value
 from attnkit.util.torch_private import function_class, recorded, result_count
@@ -129,7 +129,7 @@ def _slope(tracer: Tracer, name: str, x: Value, gradient: Any) -> Node:
     value = tracer.lift(gradient)
     if x.sizes or value.sizes:
         tracer.fail(f"{name} takes a value of shape {x.sizes}; it must take numbers here")
-    slope = _factor(cast(value.node, F32))
+    slope = _factor(value_only(cast(value.node, F32)))
     if slope is None:
         tracer.fail(
             f"the backward of {name} is {ir.formula(value.node)}; it must multiply grad by a "
