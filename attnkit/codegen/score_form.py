@@ -253,6 +253,10 @@ def _reach(n: Node) -> tuple[float, float] | None:
         return -1.0, 1.0
     if n.op == "sigmoid":
         return 0.0, 1.0
+    if n.op == "atan2":
+        return -3.1416, 3.1416
+    if n.op == "with_slope":
+        return _reach(n.args[0])
     parts = [_reach(a) if a.type == F32 else None for a in n.args]
     if n.op == "neg" and parts[0]:
         return -parts[0][1], -parts[0][0]

@@ -71,7 +71,11 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "sin": ("f", "f"),
     "cos": ("f", "f"),
     "erf": ("f", "f"),
+    "erfinv": ("f", "f"),
+    "atan2": ("ff", "f"),  # the angle of the point (second argument, first argument)
     "floor": ("f", "f"),
+    # (value, x, slope) is the value; its derivative is `slope` by x, and 0 by all else
+    "with_slope": ("fff", "f"),
     # attr "float16", "bfloat16", "float32" or "float64": round to that precision, keep the type
     "round": ("f", "f"),
     "and": ("ww", "w"),
@@ -360,6 +364,8 @@ def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> 
         return f"-{operand(0, 8)}", 8
     if n.op == "not":
         return f"~{operand(0, 8)}", 8
+    if n.op == "with_slope" and n.args[1].op == "const":
+        return f"detach({shown[n.args[0]][0]})", _ATOM
     name = {"cast": str(n.type), "round": str(n.attr), "wrap_abs": "abs"}.get(n.op, n.op)
     return f"{name}({', '.join(shown[a][0] for a in n.args)})", _ATOM
 

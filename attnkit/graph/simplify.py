@@ -43,6 +43,20 @@ def promote(*nodes: Node, least: Type = BOOL) -> tuple[Node, ...]:
     return tuple(cast(n, to) for n in nodes)
 
 
+def without_gradient(n: Node) -> Node:
+    """Return a float node of the same value, whose derivative is 0."""
+    return build("with_slope", n, const(0.0), const(0.0))
+
+
+def value_only(root: Node) -> Node:
+    """Return an expression of the same value, without the nodes that change its derivative."""
+    done: dict[Node, Node] = {}
+    for n in ir.topo(root):
+        args = tuple(done[a] for a in n.args)
+        done[n] = args[0] if n.op == "with_slope" else ir.with_args(n, args)
+    return done[root]
+
+
 def negate(n: Node) -> Node:
     """Return the logical not of a bool node."""
     if n.op == "not":
@@ -255,6 +269,13 @@ def _pow(a: Node, b: Node) -> Node | None:
     return None
 
 
+def _with_slope(value: Node, x: Node, slope: Node) -> Node | None:
+    plain = value_only(value), x, value_only(slope)  # derivatives of these do not matter
+    if plain != (value, x, slope):
+        return build("with_slope", *plain)
+    return value if value.op == "const" and x.op == "const" else None  # nothing to derive
+
+
 _RULES: dict[str, Callable[..., Node | None]] = {
     "add": _add,
     "sub": _sub,
@@ -275,4 +296,5 @@ _RULES: dict[str, Callable[..., Node | None]] = {
     "lt": _irreflexive,
     "where": _where,
     "pow": _pow,
+    "with_slope": _with_slope,
 }

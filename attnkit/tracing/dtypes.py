@@ -129,6 +129,10 @@ class Converter:
         else:
             self._usual.set(n, -_USUAL, _USUAL)
 
+    def never_negative(self, n: Node) -> bool:
+        """Return whether an integer node is at least 0, whatever positions and data are."""
+        return self._ranges.of(n)[0] >= 0
+
     def number(
         self,
         x: bool | int | float,

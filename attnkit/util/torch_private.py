@@ -7,6 +7,7 @@ tests/util/test_torch_private.py lists the names that each version of torch has.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -27,11 +28,13 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "decomposition",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
     "fast_empty_strided",
     "flex_parts",
+    "function_class",
     "function_mode_count",
     "grad_enabled",
     "in_autocast",
@@ -46,6 +49,10 @@ __all__ = [
     "mark_constant",
     "neural_functions",
     "only_devices",
+    "recorded",
+    "registered_autograd",
+    "result_count",
+    "shares_storage",
     "stream_of",
     "tensor_guard",
     "tree_leaves",
@@ -63,6 +70,7 @@ _C: Any = torch._C
 _GUARDS: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 _TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
+_AUTOGRAD_META = _C.DispatchKey.AutogradMeta
 _OLD_VMAP = _C._parse_dispatch_key("VmapMode")
 
 # The C++ functions behind torch.nn.functional.
@@ -167,6 +175,70 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         dynamic_dims_strides=[list(t.stride()) for t in tensors],
     ).check
     return guard if guard(*tensors) else None
+
+
+def decomposition(operator: Any) -> Callable[..., Any] | None:
+    """Return a Python function that computes an operator from others; None if none is known.
+
+    It is the kernel for CompositeImplicitAutograd, if Python code registered that, or the entry in
+    torch's table of decompositions.
+
+    Args:
+        operator: an OpOverload.
+    """
+    namespace, _, name = operator.name().partition("::")
+    key = "CompositeImplicitAutograd"
+    if f"{namespace}/{name}/{key}" in torch.library._impls:
+        # the operator itself would ask the __torch_function__ of its arguments again
+        return functools.partial(operator.redispatch, _C.DispatchKeySet(_AUTOGRAD_META))
+    module = sys.modules.get("torch._decomp")
+    return None if module is None else module.decomposition_table.get(operator)
+
+
+def registered_autograd(operator: Any) -> tuple[Any, Any] | None:
+    """Return the backward and the setup_context that are registered for an operator.
+
+    Both are None if the operator has a gradient of its own that is not known. The result is None if
+    it has none.
+
+    Args:
+        operator: an OpOverload.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(operator.name().partition(".")[0])
+    if definition is not None:
+        backward = definition._backward_fn
+        return None if backward is None else (backward, definition._setup_context_fn)
+    own = _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+    return (None, None) if own else None
+
+
+def recorded(x: Tensor) -> tuple[Any, bool, int]:
+    """Return what autograd has recorded of a tensor of any class.
+
+    Returns:
+        The node that computed it (for an autograd.Function the `ctx` object of the call), whether
+        it requires grad, and its place among the results of the node.
+    """
+    base: Any = Tensor
+    with DisableTorchFunction():
+        return base.grad_fn.__get__(x), base.requires_grad.__get__(x), base.output_nr.__get__(x)
+
+
+def function_class(call: Any) -> type[torch.autograd.Function]:
+    """Return the autograd.Function of a call, from the `ctx` object of the call."""
+    return call._forward_cls  # type: ignore[no-any-return]
+
+
+def result_count(call: Any) -> int:
+    """Return the number of results of a call of an autograd.Function, from its `ctx` object."""
+    return len(call._input_metadata)
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same storage, which may be one without data."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -297,6 +297,7 @@ def test_finds_and_names_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_fault_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS["gradient of a shared key"][0](monkeypatch)
+    monkeypatch.setattr("attnkit.testing.check.SHRINK_SECONDS", 600.0)  # a slow machine needs more
     case = found(alibi, masks.causal(), examples=40).failed
     assert case is not None
     assert (case.batch, case.kv_batch) == (2, 1)

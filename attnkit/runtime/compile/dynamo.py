@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attnkit.errors import AttnkitError
+from attnkit.errors import AttnkitError, TraceError
 from attnkit.runtime.compile.hop import attend
 from attnkit.runtime.compile.op import request_of
 from attnkit.tracing.tracer import ARGUMENTS, Kind, Traced, trace
@@ -60,7 +60,10 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         def symbol(name: str) -> Any:
             build = _dynamo.VariableTracker.build
             shape, dtype = build(tx, []), build(tx, score if name == "score" else torch.int32)
-            return query.call_method(tx, "new_empty", [shape], {"dtype": dtype})
+            options = {"dtype": dtype}
+            if name == "score":  # else Dynamo leaves out the backward of an autograd.Function
+                options["requires_grad"] = build(tx, True)
+            return query.call_method(tx, "new_empty", [shape], options)
 
         with _dynamo.discard_graph_changes(tx):
             arguments = [symbol(name) for name in ARGUMENTS[kind]]
@@ -116,6 +119,8 @@ class _Body:
                 values[node] = self._value(captured) if node.users else None
             elif node.op == "output":
                 return values[node.args[0]]
+            elif node.op == "get_attr" and (body := self._module(str(node.target))) is not None:
+                values[node] = body
             elif symbolic.intersection(node.all_input_nodes):
                 symbolic.add(node)
                 values[node] = self._apply(node, values)
@@ -126,6 +131,11 @@ class _Body:
             else:  # a constant
                 values[node] = self._apply(node, values)
         raise AssertionError("a graph has an output")
+
+    def _module(self, name: str) -> Any:
+        """Return the graph that an autograd.Function names; None for the name of a tensor."""
+        found = self._tx.output.nn_modules.get(name)
+        return found if isinstance(found, fx.GraphModule) else None
 
     def _apply(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         """Apply the operation of `node` to the values of its arguments; return the result."""
@@ -144,6 +154,12 @@ class _Body:
             return self.outer[id(value)]
         if node in values and not isinstance(value, Tensor):
             return value
+        if any(isinstance(values.get(n), fx.GraphModule) for n in node.all_input_nodes):
+            raise TraceError(
+                "an autograd.Function of captured tensors alone is not supported inside "
+                "torch.compile; call it outside of the score_mod and capture its result, or call "
+                "it with an element, as table[h, kv]"
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._move_out(n, values))
         proxy = self._tx.output.create_proxy(node.op, node.target, args, kwargs)
         proxy.node.meta.update(node.meta)

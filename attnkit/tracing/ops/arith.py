@@ -224,11 +224,6 @@ def _lerp(tracer: Tracer, start: Any, end: Any, weight: Any) -> Value:
     return elementwise(tracer, node, start, end, weight)
 
 
-@register("fmin", "fmax")
-def _fmin(tracer: Tracer, a: Any, b: Any) -> Value:
-    raise ValueError("fmin and fmax are not supported; use torch.minimum and torch.maximum")
-
-
 @register("where")
 def _where(tracer: Tracer, condition: Any, a: Any = None, b: Any = None) -> Value:
     if a is None or b is None:
