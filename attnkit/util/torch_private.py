@@ -7,8 +7,9 @@ tests/util/test_torch_private.py lists the names that each version of torch has.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -204,6 +205,24 @@ def flex_parts() -> SimpleNamespace:
     )
 
 
+@contextlib.contextmanager
+def _changing_ints() -> Iterator[None]:
+    """Let Dynamo treat an int that changes between calls as an input, wherever it is read from.
+
+    By itself Dynamo does so for locals and closures, and compiles again for each value of a global,
+    an attribute of a module or a default argument. Dynamo compiles one frame at a time.
+    """
+    from torch._dynamo.variables import builder as module
+
+    builder: Any = module
+    original = builder.is_int_specialization_case
+    builder.is_int_specialization_case = lambda value, source: False
+    try:
+        yield
+    finally:
+        builder.is_int_specialization_case = original
+
+
 def dynamo_parts() -> SimpleNamespace:
     """Import the parts of Dynamo that trace FlexAttention and return them as one namespace.
 
@@ -228,5 +247,6 @@ def dynamo_parts() -> SimpleNamespace:
         mod_index=wrapped.mod_index,
         operator_variables=higher_order_ops._hop_name_to_variable_class,
         speculate_subgraph=higher_order_ops.speculate_subgraph,
+        changing_ints=_changing_ints,
         wrap_fx_proxy=wrap_fx_proxy,
     )
