@@ -177,8 +177,6 @@ def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 def total_length(name: str, lengths: Tensor) -> int:
     """Return the sum of nonnegative lengths; raise if it is larger than 2**31 - 1."""
-    if torch.compiler.is_dynamo_compiling():
-        return int(lengths.sum())
     total = float(lengths.double().sum())  # a sum of int64 may wrap
     if total > INT_MAX:
         raise OptionError(f"{name} must sum to at most {INT_MAX}, got {total:.0f}")

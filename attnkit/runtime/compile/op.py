@@ -30,6 +30,7 @@ from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs
+from attnkit.tracing.axes import Axes, Sizes
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 from attnkit.util.data_state import setting
@@ -63,6 +64,8 @@ class Request:
         score_names, mask_names: names of the captured tensors.
         kind: type of the mask, which determines the operator arguments `sizes` and `lists`: "plain"
             (a function), "block" (a `BlockMask`) or "flex" (PyTorch's BlockMask).
+        exact: for each of the last of the operator's `sizes`, "q name" or "kv name" of a table that
+            requires this query or kv length.
         block: tile sizes that the caller passed; () if none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
@@ -78,6 +81,7 @@ class Request:
     score_names: tuple[str, ...] = ()
     mask_names: tuple[str, ...] = ()
     kind: str = "plain"
+    exact: tuple[str, ...] = ()
     block: tuple[int, ...] = ()
     backend: str = "auto"
     enable_gqa: bool = False
@@ -220,6 +224,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
     raise_if_stale()
     request = Request.parse(own.request)
     query, key, value = own.query, own.key, own.value
+    sizes = _checked_sizes(own.sizes, request.exact, query.shape[2], key.shape[2])
     floats = [float(t) for t in own.floats]
     scale = check_scale(floats.pop() if request.float_scale else own.scale, query.shape[-1])
     # float.hex distinguishes -0.0 from 0.0 and equates NaN with NaN
@@ -245,7 +250,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         "operator",
         request,
         number_key,
-        tuple(own.sizes),
+        sizes,
         call.is_deterministic,
         scale > 0,
         *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors],
@@ -260,7 +265,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
                 'backend="eager" is no operator that torch.compile can hold; call it outside of the '
                 'compiled function, or take backend="cpu"'
             )
-        variant = request.variant(graphs, captured, own.lists, own.sizes, query.device)
+        variant = request.variant(graphs, captured, own.lists, sizes, query.device)
         prepared = prepare(call, variant, launchable=False).call
         store(call_key, prepared)
     program = prepared.kernel_call.program  # None for a graph that simplified to nothing
@@ -272,6 +277,21 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         )
     )
     return OperatorCall(prepared, inputs, (*read, *([len(own.scores) - 1] if request.sink else [])))
+
+
+def _checked_sizes(
+    sizes: Sequence[int], exact: Sequence[str], q_len: int, kv_len: int
+) -> tuple[int, ...]:
+    """Check the lengths that tables require; return the other `sizes`, see `Request.exact`.
+
+    Raises:
+        ShapeError: a table requires another length.
+    """
+    count = len(sizes) - len(exact)
+    for text, length in zip(exact, sizes[count:], strict=True):
+        side, name = text.split(" ", 1)
+        Axes(name, length, f"={side}").check(Sizes(q=q_len, kv=kv_len))
+    return tuple(sizes[:count])
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
@@ -382,6 +402,7 @@ def request_of(
     score: Traced | None,
     mask: Traced | None,
     kind: str,
+    exact: tuple[str, ...],
     block: tuple[int, ...],
     backend: str,
     enable_gqa: bool,
@@ -396,6 +417,7 @@ def request_of(
         () if score is None else score.names,
         () if mask is None else mask.names,
         kind,
+        tuple(exact),
         tuple(block),
         backend,
         enable_gqa,

@@ -367,7 +367,7 @@ def test_operators_are_what_they_claim() -> None:
     documents = torch.arange(LENGTH) // 40
     score = trace(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH], "score")
     mask = trace(lambda b, h, q, kv: documents[q] == documents[kv], "mask")
-    request = op.request_of(score, mask, "plain", (), "auto", False, False, False, True)
+    request = op.request_of(score, mask, "plain", (), (), "auto", False, False, False, True)
     sink = torch.randn(4, requires_grad=True)
     arguments = (*inputs(), [table, sink], [documents], [], [], [], [], request.text, None)
     torch.library.opcheck(torch.ops.attnkit.attention.default, arguments)
@@ -388,7 +388,7 @@ def test_strides_are_those_of_the_fake() -> None:
     shape = given[0].shape
     queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]
     queries += [torch.randn(shape[-1]).expand(shape), torch.randn(1, *shape[1:]).expand(shape)]
-    request = op.request_of(None, None, "plain", (), "auto", False, False, False, False)
+    request = op.request_of(None, None, "plain", (), (), "auto", False, False, False, False)
     for query in queries:
         tensors = (query, *(t.detach() for t in given[1:]))
         arguments = (*tensors, *([] for _ in range(6)), request.text, None)
