@@ -143,6 +143,11 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
     return checked
 
 
+def number_text(value: float) -> str:
+    """Return a number as text for a label; "..." in torch.compile, where it may be symbolic."""
+    return "..." if torch.compiler.is_dynamo_compiling() else str(value)
+
+
 def shape_text(value: Tensor) -> str:
     """Return a tensor's shape as text; "[...]" in torch.compile, where lengths are symbolic."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._align import Align, check_align
-from attnkit.masks._check import (
-    INT_MAX,
-    flag,
-    has_data,
-    int_tensor,
-    shape_text,
-    whole,
-)
+from attnkit.masks._check import INT_MAX, flag, has_data, int_tensor, number_text, shape_text, whole
 from attnkit.masks._tables import document_ids, document_lengths, readable
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -88,7 +81,11 @@ def document(
         own = q_doc[b, q] if leading else q_doc[q]
         return keep(b, h, q, kv) & (own != padding)
 
-    return Mask(keep_documents, f"document({_shown(q_doc, kv_ids)}, padding={padding})", axes=axes)
+    return Mask(
+        keep_documents,
+        f"document({_shown(q_doc, kv_ids)}, padding={number_text(padding)})",
+        axes=axes,
+    )
 
 
 @picklable("lengths", "kv_lengths")

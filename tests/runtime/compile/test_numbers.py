@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkit
-from attnkit import flex_attention
+from attnkit import flex_attention, masks, mods
 
 STEPS = 12  # more than the number of graphs after which Dynamo gives up
 LENGTH = 40
@@ -159,6 +159,46 @@ def test_the_scale() -> None:
         lambda q, k, v: flex_attention(q, k, v, scaled, scale=own[0]),
         lambda step: own.__setitem__(0, 0.1 + step * 0.02),
     )
+
+
+MADE_INSIDE: dict[str, Callable[[int], tuple[Any, Any]]] = {
+    "softcap": lambda i: (mods.softcap(2 + i * 0.5), None),
+    "log_sigmoid": lambda i: (mods.log_sigmoid(1 + i * 0.5), None),
+    "log_relu": lambda i: (mods.log_relu(1 + i * 0.5), None),
+    "sliding_window": lambda i: (None, masks.sliding_window(2 + i) & masks.prefix_lm(1 + i)),
+    "size": lambda i: (None, masks.sliding_window(size=2 + i)),
+    "streaming_llm": lambda i: (None, masks.streaming_llm(2 + i, 1 + i)),
+    "longformer": lambda i: (None, masks.longformer(2 + i, 3)),
+    "dilated": lambda i: (None, masks.dilated(2 + i, 2)),
+    "strided": lambda i: (None, masks.strided(2 + i)),
+    "block_diagonal": lambda i: (None, masks.block_diagonal(2 + i)),
+    "shift": lambda i: (None, masks.causal().shift(q=1 + i)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_arguments_of_the_library(name: str) -> None:
+    own = [0]
+    build = MADE_INSIDE[name]
+    check(
+        lambda q, k, v: flex_attention(q, k, v, *build(own[0])),
+        lambda step: own.__setitem__(0, step),
+    )
+
+
+def test_masks_aligned_at_the_end_of_any_lengths() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        lengths = {"q_len": query.shape[2], "kv_len": key.shape[2]}
+        mask = masks.sliding_window(9, align="bottom-right", **lengths)  # type: ignore[arg-type]
+        out: Tensor = flex_attention(query, key, value, None, mask)
+        return out
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    for length in (20, 33, 50):
+        made = [inputs(length)[0], *inputs(60)[1:]]
+        assert torch.equal(compiled(*made), call(*made))
+    assert counter.frame_count == 1
 
 
 def test_a_number_whose_value_the_graph_depends_on() -> None:
