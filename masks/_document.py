@@ -205,7 +205,7 @@ def _packed(
     name, kv_lengths = keys
     ends = "end with" if name == "kv_cu_seqlens" else "sum to"
     kv_doc = q_doc if kv_lengths is None else document_ids(name, kv_lengths, None, ends)
-    sizes, exact = _sizes(label, len(q_doc), len(kv_doc))
+    sizes, exact = _sizes(label, q_doc.shape[0], kv_doc.shape[0])
     apart = kv_lengths is not None and _start_apart(lengths, kv_lengths)
     frame: Literal["", "separate"] = "separate" if apart else ""
     if within is None:
@@ -219,7 +219,7 @@ def _packed(
     # int32 tables by query: start and end of the document's keys, and the query's position in them
     start = (counts.cumsum(0) - counts)[q_doc].int()
     end = counts.cumsum(0)[q_doc].int()
-    place = torch.arange(len(q_doc), device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
+    place = torch.arange(q_doc.shape[0], device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
     if align == "bottom-right":
         place = place + (counts - own)[q_doc]
     place = place.int()

@@ -35,9 +35,11 @@ from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
 from attnkit.util.data_state import setting
 
+# The lists are optional because programs of AOTInductor pass None for an empty list.
 ATTENTION = (
-    "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
-    "Tensor[] lists, SymInt[] sizes, SymInt[] ints, Tensor[] floats, str request, float? scale) "
+    "(Tensor query, Tensor key, Tensor value, Tensor[]? score_tensors, Tensor[]? mask_tensors, "
+    "Tensor[]? lists, SymInt[]? sizes, SymInt[]? ints, Tensor[]? floats, str request, "
+    "float? scale) "
     "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
@@ -203,6 +205,12 @@ class OperatorInputs:
     request: str
     scale: float | None
 
+    @staticmethod
+    def of(*arguments: Any) -> OperatorInputs:
+        """Build the record from the arguments of `torch.ops.attnkit.attention`."""
+        tensors, lists, others = arguments[:3], arguments[3:9], arguments[9:]
+        return OperatorInputs(*tensors, *(() if x is None else x for x in lists), *others)
+
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
@@ -297,7 +305,7 @@ def _checked_sizes(
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _prepared(OperatorInputs(*arguments))
+    call = _prepared(OperatorInputs.of(*arguments))
     out, lse, top = torch_ops.run(call.prepared, call.inputs)
     digest = torch.tensor([call.prepared.guard.digest()], dtype=torch.int64, device="cpu")
     return out, lse, lse.new_empty(0) if top is None else top, digest
@@ -355,7 +363,7 @@ def _attention_backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    own = OperatorInputs(*inputs)
+    own = OperatorInputs.of(*inputs)
     out, lse, top, digest = output
     ctx.mark_non_differentiable(top, digest)
     parts = own.scores, own.masks, own.lists, own.floats
