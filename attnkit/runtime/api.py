@@ -13,8 +13,8 @@ from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
-from attnkit.util.arguments import AuxRequest
-from attnkit.util.torch_private import in_autocast
+from attnkit.util.arguments import AuxRequest, refuse_context_parallel
+from attnkit.util.torch_private import in_autocast, in_context_parallel
 
 
 def flex_attention(
@@ -88,11 +88,14 @@ def flex_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: an argument is invalid.
             DTypeError also if the query is not float64, and rounding captured float64 data to
             float32 would change the result.
-        UnsupportedError: the requested backend cannot run here.
+        UnsupportedError: the requested backend cannot run here; a tensor is a DTensor; or the call is
+            inside of torch's `context_parallel`.
         StaleDataError: data of an earlier call on a GPU was edited by a write that torch's version
             counter does not record.
     """
     compiling = torch.compiler.is_compiling()  # or exporting
+    if not compiling and in_context_parallel():  # the operator of a compiled call checks by itself
+        refuse_context_parallel()
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
             query,

@@ -86,6 +86,8 @@ def refusal_to_capture(x: Tensor) -> str:
         got = f"layout {x.layout}; convert it with .to_dense()"
     elif x.is_quantized:
         got = f"the quantized dtype {x.dtype}; convert it with .dequantize()"
+    elif type(x).__name__ == "DTensor":
+        got = "a DTensor; capture what its .to_local() or .full_tensor() gives"
     elif x.dtype.is_complex:
         got = f"{x.dtype}; capture its parts, torch.view_as_real(...)"
     elif x.dtype.is_floating_point and x.dtype not in _FLOATS:

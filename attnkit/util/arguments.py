@@ -22,7 +22,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attnkit.util.torch_private import PLAIN, is_functional
+from attnkit.util.torch_private import PLAIN, in_context_parallel, is_functional
 
 T = TypeVar("T")
 
@@ -100,11 +100,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 "(attnkit.masks.document)"
             )
         refuse_functional(name, t)
-        if type(t).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
-                f"{name}.to_local() gives"
-            )
+        refuse_dtensor(name, t)
         if t.layout != torch.strided:
             raise UnsupportedError(
                 f"{name} has layout {t.layout}; expected a dense tensor: {name}.to_dense()"
@@ -130,6 +126,33 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
             raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
     _check_shapes(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def refuse_dtensor(name: str, tensor: Tensor) -> None:
+    """Raise if `tensor` is a DTensor, whose local part is not the whole tensor.
+
+    Raises:
+        UnsupportedError: `tensor` is a DTensor.
+    """
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedError(
+            f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
+            f"{name}.to_local() gives"
+        )
+
+
+def refuse_context_parallel() -> None:
+    """Raise inside torch's `context_parallel`, where each rank holds a part of the sequence.
+
+    Raises:
+        UnsupportedError: the context is active.
+    """
+    if in_context_parallel():
+        raise UnsupportedError(
+            "flex_attention inside of torch.distributed.tensor.experimental.context_parallel would "
+            "attend to this rank's part of the sequence alone; call it outside of that context, on "
+            "whole sequences, or use scaled_dot_product_attention there"
+        )
 
 
 def refuse_functional(name: str, tensor: Tensor) -> None:

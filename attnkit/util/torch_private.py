@@ -37,6 +37,7 @@ __all__ = [
     "grad_enabled",
     "in_autocast",
     "in_batched_gradients",
+    "in_context_parallel",
     "in_forward_ad",
     "is_batched",
     "is_fake",
@@ -114,6 +115,26 @@ def fast_empty_strided(device: torch.device) -> EmptyStrided:
 def in_batched_gradients() -> bool:
     """Return whether autograd is computing batched gradients (`is_grads_batched=True`)."""
     return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
+
+
+_SDPA = neural_functions.scaled_dot_product_attention
+# The module of context parallelism, in the versions of torch that have it.
+_CONTEXT_PARALLEL = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
+
+
+def in_context_parallel() -> bool:
+    """Return whether `torch.distributed.tensor.experimental.context_parallel` is active.
+
+    It replaces `scaled_dot_product_attention`, and nothing else tells that it is active.
+    """
+    current = torch.nn.functional.scaled_dot_product_attention
+    if current is _SDPA:
+        return False
+    modules = (sys.modules.get(name) for name in _CONTEXT_PARALLEL)
+    return any(current in getattr(m, "_replaced_functions", ()) for m in modules)
 
 
 def in_forward_ad() -> bool:

@@ -18,6 +18,7 @@ from attnkit.errors import AttnkitError
 from attnkit.runtime.compile.hop import attend
 from attnkit.runtime.compile.op import request_of
 from attnkit.tracing.tracer import ARGUMENTS, Kind, Traced, trace
+from attnkit.util.arguments import refuse_dtensor
 from attnkit.util.torch_private import dynamo_parts
 
 _dynamo: Any = dynamo_parts()
@@ -31,6 +32,11 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         query, key, value, score_mod, mask_mod, lists, sizes, sinks, scale, *options = args
+        try:
+            for name, tensor in {"query": query, "key": key, "value": value}.items():
+                refuse_dtensor(name, tensor.as_proxy().node.meta["example_value"])
+        except AttnkitError as error:
+            raise _dynamo.UserError(_dynamo.UserErrorType.INVALID_INPUT, str(error)) from error
         numbers = _Numbers(tx)
         score, scores = self._mod(tx, query, score_mod, "score", numbers)
         mask, masks = self._mod(tx, query, mask_mod, "mask", numbers)

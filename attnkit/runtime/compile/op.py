@@ -32,7 +32,7 @@ from attnkit.sparsity.block_mask import BlockMask
 from attnkit.splice import BackwardInputs, Captured, ForwardInputs
 from attnkit.tracing.axes import Axes, Sizes
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
+from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale, refuse_context_parallel
 from attnkit.util.data_state import setting
 
 # The lists are optional because programs of AOTInductor pass None for an empty list.
@@ -229,6 +229,7 @@ class OperatorCall:
 
 def _prepared(own: OperatorInputs) -> OperatorCall:
     """Look up or prepare the call of an operator."""
+    refuse_context_parallel()
     raise_if_stale()
     request = Request.parse(own.request)
     query, key, value = own.query, own.key, own.value
