@@ -6,7 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attnkit.util.torch_private import PLAIN, in_context_parallel, is_functional
+from attnkit.util.torch_private import PLAIN, in_context_parallel, in_jit_trace, is_functional
 
 T = TypeVar("T")
 
@@ -139,6 +139,32 @@ def refuse_dtensor(name: str, tensor: Tensor) -> None:
             f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
             f"{name}.to_local() gives"
         )
+
+
+def check_surroundings() -> None:
+    """Raise where a call would be recorded with its tiles, or would see a part of its tensors.
+
+    Raises:
+        UnsupportedError: the call is inside of torch.jit.trace or of torch's `context_parallel`.
+    """
+    if in_jit_trace():
+        raise UnsupportedError(
+            "torch.jit.trace would record flex_attention with the tiles of one example; use "
+            "torch.compile, or torch.export for a program that is saved"
+        )
+    refuse_context_parallel()
+
+
+def refuse_script() -> NoReturn:
+    """Raise because torch.jit.script was asked to compile a function of attnkit.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "torch.jit.script cannot compile flex_attention, whose functions are traced when it is "
+        "called; use torch.compile, or torch.export for a program that is saved"
+    )
 
 
 def refuse_context_parallel() -> None:

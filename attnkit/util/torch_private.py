@@ -39,6 +39,7 @@ __all__ = [
     "in_batched_gradients",
     "in_context_parallel",
     "in_forward_ad",
+    "in_jit_trace",
     "is_batched",
     "is_fake",
     "is_functional",
@@ -142,6 +143,11 @@ def in_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
+def in_jit_trace() -> bool:
+    """Return whether torch.jit.trace is recording."""
+    return _C._get_tracing_state() is not None
+
+
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     """Return whether anything except autograd intercepts an operator called with `tensors`.
 
@@ -152,7 +158,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     if (
         _C._len_torch_dispatch_stack()
         or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
+        or in_jit_trace()
         or in_forward_ad()
         or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or in_batched_gradients()
