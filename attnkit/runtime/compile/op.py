@@ -1,8 +1,12 @@
-"""Define `torch.ops.attnkit.attention`, the operator of a call inside torch.compile.
+"""Define `torch.ops.attnkit.attention`, the operator of a call wherever torch needs operators.
+
+It is the one name by which a call appears in torch: in graphs of torch.compile and torch.export, to
+modes, and in policies of selective activation checkpointing.
 
 At compile time, tensors have no data and lengths may be symbolic, so tiles cannot be classified and
-indices cannot be checked. The operator takes the graphs as text. When it runs, it prepares the call
-or looks it up in the call cache. One compiled program serves all sequence lengths.
+indices cannot be checked. The operator takes the graphs as text, in a `Request`. When it runs, it
+prepares the call or looks it up in the call cache. One compiled program serves all lengths. Outside
+of torch.compile the call is prepared already, and its text stands for it (`torch_ops.request_of`).
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import TracedVariant
 from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.compile.graphs import Graphs, graphs_of
-from attnkit.runtime.data_guard import raise_if_stale
+from attnkit.runtime.data_guard import DataGuard, raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.splice import BackwardInputs, Captured, ForwardInputs
+from attnkit.splice import BackwardInputs, Captured, ForwardInputs, run_forward
 from attnkit.tracing.axes import Axes, Sizes
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale, refuse_context_parallel
-from attnkit.util.data_state import setting
+from attnkit.util.data_state import setting, state_of
 
 # The lists are optional because programs of AOTInductor pass None for an empty list.
 ATTENTION = (
@@ -185,12 +189,13 @@ class OperatorInputs:
         query, key, value, scale: as in `flex_attention`.
         scores: tensors that the score graph captures, and the sink if there is one.
         masks: tensors that the mask graph captures.
-        lists: block lists of PyTorch's BlockMask; empty for another mask.
-        sizes: sizes of the mask, see `Request.kind`.
+        lists: block lists of PyTorch's BlockMask; empty for another mask. Block runs of a call that
+            is prepared already, see `torch_ops.unpack`.
+        sizes: sizes of the mask, see `Request.kind`; the layout of block runs.
         ints: values of the graphs' number nodes of type int.
         floats: the same for float, float64 tensors of shape [] on the CPU. The softmax scale
             follows them if `Request.float_scale`.
-        request: text of the `Request`.
+        request: text of the `Request`, or of a call that is prepared already.
     """
 
     query: Tensor
@@ -204,6 +209,13 @@ class OperatorInputs:
     floats: Sequence[Tensor]
     request: str
     scale: float | None
+
+    @property
+    def forward(self) -> ForwardInputs:
+        """Return the inputs of a call that is prepared already."""
+        assert self.scale is not None
+        captured = Captured(self.scores, self.masks)
+        return ForwardInputs(self.query, self.key, self.value, captured, self.scale)
 
     @staticmethod
     def of(*arguments: Any) -> OperatorInputs:
@@ -306,9 +318,16 @@ def _checked_sizes(
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = _prepared(OperatorInputs.of(*arguments))
-    out, lse, top = torch_ops.run(call.prepared, call.inputs)
-    digest = torch.tensor([call.prepared.guard.digest()], dtype=torch.int64, device="cpu")
+    own = OperatorInputs.of(*arguments)
+    kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
+    if kernel_call is None:
+        call = _prepared(own)
+        out, lse, top = torch_ops.run(call.prepared, call.inputs)
+        data = call.prepared.guard.digest()
+    else:
+        out, lse, top = run_forward(kernel_call, own.forward)
+        data = 0
+    digest = torch.tensor([data], dtype=torch.int64, device="cpu")
     return out, lse, lse.new_empty(0) if top is None else top, digest
 
 
@@ -327,12 +346,16 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     *others, needs_grad = rest
     own = OperatorInputs(query, key, value, *others)
+    grads = grad_out, grad_lse if grad_lse.numel() else None
+    kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
+    if kernel_call is not None:
+        inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad)
+        return torch_ops.gradients(kernel_call, inputs)
     call = _prepared(own)
     prepared, forward = call.prepared, call.inputs
     prepared.guard.check_digest(int(digest))
     if prepared.kernel_call.check is None:
         prepared.guard.check()
-    grads = grad_out, grad_lse if grad_lse.numel() else None
     inputs = BackwardInputs.of(forward, (out, lse), grads, [needs_grad[i] for i in call.read])
     dquery, dkey, dvalue, found = torch_ops.gradients(prepared.kernel_call, inputs)
     dscores = [  # the gradient of a tensor that is not read is zero
@@ -349,7 +372,10 @@ def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     digest = torch.empty(1, dtype=torch.int64, device="cpu")
-    return *torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max), digest
+    need_max = torch_ops.needs_max(rest[-2])
+    if need_max is None:
+        need_max = Request.parse(rest[-2]).need_max
+    return *torch_ops.fake_outputs(query, value, need_max), digest
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
@@ -372,15 +398,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.counts = [len(part) for part in parts]
     ctx.options = list(own.sizes), list(own.ints), own.request, own.scale
     ctx.needs_grad = [t.requires_grad for t in own.scores]
+    ctx.guard = None
+    if torch_ops.needs_max(own.request) is not None:
+        names = [f"t{i} of mask_mod" for i in range(len(own.masks))]
+        ctx.guard = DataGuard([state_of(t) for t in own.masks], names)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Any, ...]:
-    *saved, digest = ctx.saved_tensors[:6]
-    tensors = iter(ctx.saved_tensors[6:])
+    torch_ops.refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
+    # read once: with selective checkpointing torch allows no more
+    *saved, digest = itertools.islice(tensors := iter(ctx.saved_tensors), 6)
     scores, masks, lists, floats = (list(itertools.islice(tensors, n)) for n in ctx.counts)
+    if ctx.guard is not None:
+        ctx.guard.check_saved(scores, masks)
+        ctx.guard.launch_backward()
     sizes, ints, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
         *torch_ops.operator_tensors(grad_out, grad_lse, saved),
