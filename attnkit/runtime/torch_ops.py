@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -290,7 +290,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     if is_intercepted((query, key, value, *scores, *masks)):
         prepared.guard.check()
         refuse_functional("query", query)
-        _refuse_transforms((query, key, value, *scores))
+        refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)
         out, lse, top, _ = torch.ops.attnkit.attention(
@@ -366,7 +366,19 @@ def _detached(t: Tensor) -> Tensor:
     return t.detach() if t.requires_grad else t
 
 
-def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
+def refuse_forward_mode() -> NoReturn:
+    """Raise an UnsupportedError, because attention has no forward-mode derivative.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
+        'backend="eager" (dense, differentiable in both)'
+    )
+
+
+def refuse_transforms(tensors: Iterable[Tensor]) -> None:
     """Raise an UnsupportedError for tensors whose torch.func transform an operator would drop.
 
     Raises:
@@ -380,10 +392,7 @@ def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
         )
     # torch drops the tangents of an operator's inputs if no gradient is recorded
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise UnsupportedError(
-            "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
-            'backend="eager" (dense, differentiable in both)'
-        )
+        refuse_forward_mode()
     if any(is_grad_tracking(t) for t in tensors):
         raise UnsupportedError(
             "attnkit's attention has no rule for torch.func.grad; take torch.autograd, or "

@@ -8,6 +8,7 @@ only while Dynamo runs. It uses the private parts of Dynamo that support FlexAtt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, fx
 from attnkit.errors import AttnkitError
 from attnkit.runtime.compile.hop import attend
 from attnkit.runtime.compile.op import request_of
+from attnkit.runtime.torch_ops import refuse_transforms
 from attnkit.tracing.tracer import ARGUMENTS, Kind, Traced, trace
 from attnkit.util.arguments import refuse_dtensor
-from attnkit.util.torch_private import dynamo_parts
+from attnkit.util.torch_private import dynamo_parts, is_batched
 
 _dynamo: Any = dynamo_parts()
 _OperatorVariable: Any = _dynamo.OperatorVariable
@@ -40,6 +42,13 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         numbers = _Numbers(tx)
         score, scores = self._mod(tx, query, score_mod, "score", numbers)
         mask, masks = self._mod(tx, query, mask_mod, "mask", numbers)
+        try:
+            _refuse_transforms(
+                [t.as_proxy() for t in (query, key, value)],
+                [*scores, *masks, *sinks.as_proxy(), *lists.as_proxy()],
+            )
+        except AttnkitError as error:
+            raise _dynamo.UserError(_dynamo.UserErrorType.INVALID_INPUT, str(error)) from error
         scale = scale.as_proxy()
         changes = isinstance(scale, fx.Proxy)
         floats = [*numbers.proxies[float], *([scale] if changes else [])]
@@ -104,6 +113,17 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             ) from error
         tensors = [body.proxy(t) for t in traced.tensors]
         return replace(traced, names=tuple(t.node.name for t in tensors)), tensors
+
+
+def _refuse_transforms(query_key_value: Sequence[fx.Proxy], others: Sequence[fx.Proxy]) -> None:
+    """Raise an UnsupportedError inside of a transform of torch.func that the operator would drop.
+
+    torch computes an operator that has no tensor lists under vmap, once for each entry.
+    """
+    tensors = [p.node.meta["example_value"] for p in (*query_key_value, *others)]
+    if not others:
+        tensors = [t for t in tensors if not is_batched(t)]
+    refuse_transforms(tensors)
 
 
 def _trace(body: _Body, kind: Kind, device: torch.device) -> Traced:

@@ -38,6 +38,7 @@ from attnkit.tracing.axes import Axes, Sizes
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale, refuse_context_parallel
 from attnkit.util.data_state import setting, state_of
+from attnkit.util.torch_private import in_forward_ad
 
 # The lists are optional because programs of AOTInductor pass None for an empty list.
 ATTENTION = (
@@ -321,6 +322,8 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     own = OperatorInputs.of(*arguments)
     kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
     if kernel_call is None:
+        if in_forward_ad():  # inside of an operator nobody can tell whether a tensor has a tangent
+            torch_ops.refuse_forward_mode()
         call = _prepared(own)
         out, lse, top = torch_ops.run(call.prepared, call.inputs)
         data = call.prepared.guard.digest()
