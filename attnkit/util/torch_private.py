@@ -242,7 +242,10 @@ def _changing_ints() -> Iterator[None]:
     from torch._dynamo.variables import builder as module
 
     builder: Any = module
-    original = builder.is_int_specialization_case
+    original = getattr(builder, "is_int_specialization_case", None)
+    if original is None:  # this version of torch compiles again for each value
+        yield
+        return
     builder.is_int_specialization_case = lambda value, source: False
     try:
         yield
