@@ -14,7 +14,7 @@ from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
-from attnkit.util.torch_private import in_autocast
+from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
 
 def flex_attention(
@@ -94,7 +94,7 @@ def flex_attention(
             counter does not record.
     """
     compiling = torch.compiler.is_compiling()  # or exporting
-    if not compiling:
+    if not compiling and not in_plain_surroundings():
         check_surroundings()
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
