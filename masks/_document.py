@@ -11,7 +11,7 @@ from torch import Tensor
 from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._align import Align, check_align
 from attnkit.masks._check import INT_MAX, flag, has_data, int_tensor, number_text, shape_text, whole
-from attnkit.masks._tables import document_ids, document_lengths, readable
+from attnkit.masks._tables import document_ids, document_lengths, exact_lengths, readable
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -205,7 +205,7 @@ def _packed(
     name, kv_lengths = keys
     ends = "end with" if name == "kv_cu_seqlens" else "sum to"
     kv_doc = q_doc if kv_lengths is None else document_ids(name, kv_lengths, None, ends)
-    sizes, exact = _sizes(label, q_doc.shape[0], kv_doc.shape[0])
+    sizes, exact = exact_lengths(label, q_doc.shape[0], kv_doc.shape[0])
     apart = kv_lengths is not None and _start_apart(lengths, kv_lengths)
     frame: Literal["", "separate"] = "separate" if apart else ""
     if within is None:
@@ -236,17 +236,6 @@ def _packed(
 
 def _total(total: Any) -> int | None:
     return None if total is None else whole("total", total, least=1)
-
-
-def _sizes(label: str, q_len: int, kv_len: int) -> tuple[tuple[int, int] | None, list[Axes]]:
-    """Return the arguments `lengths` and `axes` of a mask for one query length and one kv length.
-
-    While torch compiles, the lengths are not known. They are declared as axes then, which are
-    compared with those of the call when it runs.
-    """
-    if torch.compiler.is_compiling():
-        return None, [Axes(label, q_len, "=q"), Axes(label, kv_len, "=kv")]
-    return (q_len, kv_len), []
 
 
 def _inner(within: Any) -> Mask:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import OptionError
-from attnkit.masks._check import at_least, needs_data, total_length
+from attnkit import Axes, OptionError
+from attnkit.masks._check import at_least, extent, needs_data, total_length
 
 torch.library.define(
     "attnkit::document_ids", "(Tensor lengths, SymInt? total, str name, str ends) -> Tensor"
 )
 torch.library.define("attnkit::document_lengths", "(Tensor cu_seqlens, str name) -> Tensor")
 torch.library.define("attnkit::tree_walks", "(Tensor parents) -> Tensor")
+torch.library.define("attnkit::logical_pages", "(Tensor page_table, SymInt pages) -> Tensor")
 
 
 def readable(name: str, value: Tensor) -> Tensor:
@@ -30,6 +31,17 @@ def readable(name: str, value: Tensor) -> Tensor:
         ArgumentError: the tensor has no data (is meta or fake).
     """
     return value if torch.compiler.is_compiling() else needs_data(name, value)
+
+
+def exact_lengths(label: str, q_len: int, kv_len: int) -> tuple[tuple[int, int] | None, list[Axes]]:
+    """Return the arguments `lengths` and `axes` of a mask for one query length and one kv length.
+
+    While torch compiles, the lengths are not known. They are declared as axes then, which are
+    compared with those of the call when it runs.
+    """
+    if torch.compiler.is_compiling():
+        return None, [Axes(label, q_len, "=q"), Axes(label, kv_len, "=kv")]
+    return (q_len, kv_len), []
 
 
 def document_ids(name: str, lengths: Tensor, total: int | None, ends: str) -> Tensor:
@@ -81,13 +93,25 @@ def tree_walks(parents: Tensor) -> Tensor:
     return _tree_walks(parents)
 
 
+def logical_pages(page_table: Tensor, pages: int) -> Tensor:
+    """Return the inverse of `page_table`: int32 [B, pages], physical page -> logical page or -1.
+
+    Raises:
+        OptionError: a page is below -1, is not below `pages`, or is twice in one row.
+    """
+    if torch.compiler.is_compiling():
+        logical: Tensor = torch.ops.attnkit.logical_pages(page_table, pages)
+        return logical
+    return _logical_pages(page_table, pages)
+
+
 def _document_ids(lengths: Tensor, total: int | None, name: str, ends: str) -> Tensor:
     at_least(name, lengths, 0)
     count = total_length(name, lengths)
     if total is not None and total != count:
         raise OptionError(f"{name} must {ends} total = {total}, got {count}")
     if count == 0:
-        raise OptionError(f"{name} must hold one document that is not empty, got zeros only")
+        raise OptionError(f"{name} must hold a length above 0, got zeros only")
     documents = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     return documents.repeat_interleave(lengths.long(), output_size=count)
 
@@ -113,6 +137,22 @@ def _tree_walks(parents: Tensor) -> Tensor:
     return walks.transpose(0, 1).reshape(2, *parents.shape).contiguous()
 
 
+def _logical_pages(page_table: Tensor, pages: int) -> Tensor:
+    table = page_table.long()
+    at_least("page_table", table, -1)
+    if extent(table)[1] >= pages:
+        raise OptionError(
+            f"page_table must hold pages below pages = {pages}, got {extent(table)[1]}"
+        )
+    row, logical = (table >= 0).nonzero(as_tuple=True)
+    physical = table[row, logical]
+    if len((row * pages + physical).unique()) != len(physical):
+        raise OptionError("page_table must hold distinct pages in each row, got one page twice")
+    logical_page = torch.full((len(table), pages), -1, dtype=torch.int32, device=table.device)
+    logical_page[row, physical] = logical.int()
+    return logical_page
+
+
 def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return each node's index in a preorder walk, and the end of its subtree's indices."""
     size = [1] * len(parents)
@@ -133,7 +173,7 @@ def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
     return first, [place + count for place, count in zip(first, size, strict=True)]
 
 
-for _function in (_document_ids, _document_lengths, _tree_walks):
+for _function in (_document_ids, _document_lengths, _tree_walks, _logical_pages):
     _name = f"attnkit::{_function.__name__.lstrip('_')}"
     torch.library.impl(_name, "CompositeExplicitAutograd", _function)
 
@@ -152,3 +192,8 @@ def _document_lengths_fake(cu_seqlens: Tensor, name: str) -> Tensor:
 @torch.library.register_fake("attnkit::tree_walks")  # type: ignore[untyped-decorator]
 def _tree_walks_fake(parents: Tensor) -> Tensor:
     return parents.new_empty((2, *parents.shape), dtype=torch.int32)
+
+
+@torch.library.register_fake("attnkit::logical_pages")  # type: ignore[untyped-decorator]
+def _logical_pages_fake(page_table: Tensor, pages: Any) -> Tensor:
+    return page_table.new_empty((page_table.shape[0], pages), dtype=torch.int32)

@@ -89,6 +89,35 @@ def test_trees() -> None:
     check(call, examples)
 
 
+def test_shared_prefixes() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor, suffixes: Tensor) -> Tensor:
+        groups = masks.shared_prefix(suffixes[:, 0], suffixes[:, 1:])
+        first = flex_attention(query, key, value, None, groups)
+        one = masks.shared_prefix(3, torch.cat([suffixes.flatten()[:-1], suffixes[1, 2:] - 3]))
+        out: Tensor = flex_attention(first, key, value, None, one)
+        return out
+
+    tables = [torch.tensor(x) for x in ([[4, 10, 6], [6, 7, 9]], [[1, 2, 3], [9, 4, 5]])]
+    check(call, [(inputs(int(t.sum())), t) for t in tables])
+
+
+def test_pages() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor, table: Tensor, cached: Tensor) -> Tensor:
+        pages = key.shape[2] // 8
+        mask = masks.paged(masks.causal(), table, page_size=8, pages=pages, lengths=cached)
+        out: Tensor = flex_attention(query, key, value, None, mask)
+        return out
+
+    tables = [[[2, 0, -1], [1, 3, 5]], [[5, 4, 3], [0, 1, -1]]]
+    check(
+        call,
+        [
+            (inputs(20, 48 + 8 * i, batch=2), torch.tensor(table), torch.tensor([5, 9 + i]))
+            for i, table in enumerate(tables)
+        ],
+    )
+
+
 def test_a_block_mask_of_documents() -> None:
     def call(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
         mask = masks.document_from_lengths(lengths)
@@ -123,6 +152,8 @@ def test_mistakes_are_reported_when_the_compiled_call_runs() -> None:
     assert "entry 2 is 3 after 4" in outcome(offsets, [0, 4, 10], [0, 4, 3])
     mistake = outcome(masks.tree, [-1, *range(9)], [-1, 5, *range(8)])
     assert "parents[1] must be -1 or stand before its child (1), got 5" in mistake
+    pages = lambda t: masks.paged(masks.causal(), t, page_size=5, pages=2)
+    assert "distinct pages in each row" in outcome(pages, [[0, 1]], [[1, 1]])
 
 
 def test_both_lengths_are_compared() -> None:
@@ -145,6 +176,7 @@ def test_operators_are_what_they_claim() -> None:
         torch.library.opcheck(names.document_ids.default, arguments, test_utils=checks)
     torch.library.opcheck(names.document_lengths.default, (torch.tensor([0, 4]), "cu_seqlens"))
     torch.library.opcheck(names.tree_walks.default, (torch.tensor([[-1, 0], [-1, -1]]),))
+    torch.library.opcheck(names.logical_pages.default, (torch.tensor([[1, -1], [2, 0]]), 4))
 
 
 def test_lengths_that_a_table_requires() -> None:
