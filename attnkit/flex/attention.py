@@ -14,6 +14,7 @@ import attnkit
 from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
+from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
 
@@ -83,6 +84,9 @@ def flex_attention(
             **options,
         )
     return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+
+
+flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
 
 
 def _plain(mask: Any) -> Any:

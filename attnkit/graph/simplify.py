@@ -100,6 +100,16 @@ def build(op: str, *args: Node) -> Node:
     return ir.node(op, *args) if simplified is None else simplified
 
 
+# Exponents for which torch calls another function than pow; the results differ at -inf.
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
+
+
+def power(a: Node, b: Node) -> Node:
+    """Build the node of `a ** b` on floats, which torch computes as a root for some constants."""
+    root = _ROOTS.get(float(b.attr)) if b.op == "const" else None  # type: ignore[arg-type]
+    return build("pow", a, b) if root is None else build(root, a)
+
+
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
     """Fold an operation on constants, or return None if Python might not give the exact result."""
     if op == "where":

@@ -13,8 +13,8 @@ from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
-from attnkit.util.arguments import AuxRequest
-from attnkit.util.torch_private import in_autocast
+from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
+from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
 
 def flex_attention(
@@ -88,11 +88,14 @@ def flex_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: an argument is invalid.
             DTypeError also if the query is not float64, and rounding captured float64 data to
             float32 would change the result.
-        UnsupportedError: the requested backend cannot run here.
+        UnsupportedError: the requested backend cannot run here; a tensor is a DTensor; or the call is
+            inside of torch's `context_parallel` or of torch.jit.trace.
         StaleDataError: data of an earlier call on a GPU was edited by a write that torch's version
             counter does not record.
     """
     compiling = torch.compiler.is_compiling()  # or exporting
+    if not compiling and not in_plain_surroundings():
+        check_surroundings()
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
             query,
@@ -140,6 +143,9 @@ def flex_attention(
     if return_aux is None and (scale is None or scale > 0):
         reuse.remember(call, call_key, prepared)
     return call.results(*result)
+
+
+flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
 
 
 def _first_call(call: AttentionCall) -> Any:

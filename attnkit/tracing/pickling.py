@@ -143,8 +143,7 @@ def _recording(build: Callable[P, T], copies: Sequence[str]) -> Callable[P, T]:
     name = getattr(build, "__name__", type(build).__name__)
     if isinstance(build, type):
         raise ArgumentError(f"picklable decorates a function, got the class {name}")
-    signature = inspect.signature(build)
-    missing = [copied for copied in copies if copied not in signature.parameters]
+    missing = [copied for copied in copies if copied not in inspect.signature(build).parameters]
     if missing:
         raise ArgumentError(f"{name} has no argument {missing[0]!r}, which picklable names")
 
@@ -155,7 +154,8 @@ def _recording(build: Callable[P, T], copies: Sequence[str]) -> Callable[P, T]:
         result = build(*args, **kwargs)
         if isinstance(result, Recorded):  # a function of the caller may return something else
             if copies:
-                bound = signature.bind(*args, **kwargs)
+                # not a variable of the closure: torch.compile cannot read one of this type
+                bound = inspect.signature(build).bind(*args, **kwargs)
                 bound.arguments |= {
                     name: _copied(bound.arguments[name])
                     for name in copies

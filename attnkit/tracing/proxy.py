@@ -23,6 +23,7 @@ from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node, Type
 from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
+from attnkit.tracing.numbers import Unknown
 from attnkit.util.package import FOLDER
 from attnkit.util.torch_private import (
     OpOverload,
@@ -163,6 +164,11 @@ class Tracer:
         self.outputs[id(function), place] = function, x.settled
         return x.settled
 
+    def unknown_number(self, index: int, kind: type[int] | type[float]) -> Value:
+        """Return a Value for a Python number that is known only when a call runs."""
+        dtype = self.converter.default if kind is float else torch.int64
+        return Value(self, None, dtype, number=Unknown(index, kind_of(dtype)))
+
     def capture_view(self, x: Tensor) -> Value:
         """Capture `x`, a view of a captured tensor, as a separate tensor; return its Value."""
         self.results[id(x)] = (x, True)
@@ -227,8 +233,8 @@ class Value(Tensor):
         origin: the captured tensor, or the view of one, that this Value represents; None for
             computed values.
         part: which part of the captured tensor this Value covers.
-        number: the Python number that this Value represents; None for a tensor. In type promotion a
-            tensor takes precedence over a number.
+        number: the Python number that this Value represents, maybe an unknown one; None for a
+            tensor. In type promotion a tensor takes precedence over a number.
         settled: the Value that replaces a result of an autograd.Function, see `Tracer.settle`.
     """
 
@@ -249,7 +255,7 @@ class Value(Tensor):
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
-        number: bool | int | float | None = None,
+        number: bool | int | float | Unknown | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
@@ -272,7 +278,7 @@ class Value(Tensor):
         if self._node is None and self.number is not None:
             try:
                 self._node = self.tracer.converter.number(self.number, self._dtype)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 self.tracer.fail(str(error), error)
         if self._node is None:
             self.tracer.fail(
@@ -381,9 +387,20 @@ def _operator(name: str) -> Callable[[Value, Any], Any]:
     def method(self: Value, other: Any) -> Any:
         if not isinstance(other, Value | Tensor | bool | int | float | np.generic | np.ndarray):
             return NotImplemented
+        if isinstance(self.number, Unknown) and isinstance(other, Value) and other.number is None:
+            # Python calls the other operand's method if the first one is a number
+            return dispatch(self.tracer, getattr(Tensor, _reflected(name)), (other, self), {})
         return dispatch(self.tracer, getattr(Tensor, name), (self, other), {})
 
     return method
+
+
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _reflected(name: str) -> str:
+    stem = name.strip("_")
+    return f"__{_MIRRORED[stem]}__" if stem in _MIRRORED else f"__r{stem}__"
 
 
 def _unary(name: str) -> Callable[[Value], Any]:

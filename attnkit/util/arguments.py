@@ -6,7 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attnkit.util.torch_private import PLAIN, is_functional
+from attnkit.util.torch_private import PLAIN, in_context_parallel, in_jit_trace, is_functional
 
 T = TypeVar("T")
 
@@ -100,11 +100,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 "(attnkit.masks.document)"
             )
         refuse_functional(name, t)
-        if type(t).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
-                f"{name}.to_local() gives"
-            )
+        refuse_dtensor(name, t)
         if t.layout != torch.strided:
             raise UnsupportedError(
                 f"{name} has layout {t.layout}; expected a dense tensor: {name}.to_dense()"
@@ -130,6 +126,59 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
             raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
     _check_shapes(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def refuse_dtensor(name: str, tensor: Tensor) -> None:
+    """Raise if `tensor` is a DTensor, whose local part is not the whole tensor.
+
+    Raises:
+        UnsupportedError: `tensor` is a DTensor.
+    """
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedError(
+            f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
+            f"{name}.to_local() gives"
+        )
+
+
+def check_surroundings() -> None:
+    """Raise where a call would be recorded with its tiles, or would see a part of its tensors.
+
+    Raises:
+        UnsupportedError: the call is inside of torch.jit.trace or of torch's `context_parallel`.
+    """
+    if in_jit_trace():
+        raise UnsupportedError(
+            "torch.jit.trace would record flex_attention with the tiles of one example; use "
+            "torch.compile, or torch.export for a program that is saved"
+        )
+    refuse_context_parallel()
+
+
+def refuse_script() -> NoReturn:
+    """Raise because torch.jit.script was asked to compile a function of attnkit.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "torch.jit.script cannot compile flex_attention, whose functions are traced when it is "
+        "called; use torch.compile, or torch.export for a program that is saved"
+    )
+
+
+def refuse_context_parallel() -> None:
+    """Raise inside torch's `context_parallel`, where each rank holds a part of the sequence.
+
+    Raises:
+        UnsupportedError: the context is active.
+    """
+    if in_context_parallel():
+        raise UnsupportedError(
+            "flex_attention inside of torch.distributed.tensor.experimental.context_parallel would "
+            "attend to this rank's part of the sequence alone; call it outside of that context, on "
+            "whole sequences, or use scaled_dot_product_attention there"
+        )
 
 
 def refuse_functional(name: str, tensor: Tensor) -> None:

@@ -7,9 +7,10 @@ tests/util/test_torch_private.py lists the names that each version of torch has.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -39,7 +40,10 @@ __all__ = [
     "grad_enabled",
     "in_autocast",
     "in_batched_gradients",
+    "in_context_parallel",
     "in_forward_ad",
+    "in_jit_trace",
+    "in_plain_surroundings",
     "is_batched",
     "is_fake",
     "is_functional",
@@ -123,9 +127,40 @@ def in_batched_gradients() -> bool:
     return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
 
 
+_SDPA = neural_functions.scaled_dot_product_attention
+_functional: Any = torch.nn.functional
+# The module of context parallelism, in the versions of torch that have it.
+_CONTEXT_PARALLEL = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
+
+
+def in_context_parallel() -> bool:
+    """Return whether `torch.distributed.tensor.experimental.context_parallel` is active.
+
+    It replaces `scaled_dot_product_attention`, and nothing else tells that it is active.
+    """
+    current = _functional.scaled_dot_product_attention
+    if current is _SDPA:
+        return False
+    modules = (sys.modules.get(name) for name in _CONTEXT_PARALLEL)
+    return any(current in getattr(m, "_replaced_functions", ()) for m in modules)
+
+
+def in_plain_surroundings() -> bool:
+    """Return False if `in_jit_trace` or `in_context_parallel` may hold; costs 0.1 microseconds."""
+    return _functional.scaled_dot_product_attention is _SDPA and _C._get_tracing_state() is None
+
+
 def in_forward_ad() -> bool:
     """Return whether forward-mode AD is active."""
     return forward_ad._current_level >= 0
+
+
+def in_jit_trace() -> bool:
+    """Return whether torch.jit.trace is recording."""
+    return _C._get_tracing_state() is not None
 
 
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
@@ -138,7 +173,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     if (
         _C._len_torch_dispatch_stack()
         or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
+        or in_jit_trace()
         or in_forward_ad()
         or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or in_batched_gradients()
@@ -276,6 +311,27 @@ def flex_parts() -> SimpleNamespace:
     )
 
 
+@contextlib.contextmanager
+def _changing_ints() -> Iterator[None]:
+    """Let Dynamo treat an int that changes between calls as an input, wherever it is read from.
+
+    By itself Dynamo does so for locals and closures, and compiles again for each value of a global,
+    an attribute of a module or a default argument. Dynamo compiles one frame at a time.
+    """
+    from torch._dynamo.variables import builder as module
+
+    builder: Any = module
+    original = getattr(builder, "is_int_specialization_case", None)
+    if original is None:  # this version of torch compiles again for each value
+        yield
+        return
+    builder.is_int_specialization_case = lambda value, source: False
+    try:
+        yield
+    finally:
+        builder.is_int_specialization_case = original
+
+
 def dynamo_parts() -> SimpleNamespace:
     """Import the parts of Dynamo that trace FlexAttention and return them as one namespace.
 
@@ -300,5 +356,6 @@ def dynamo_parts() -> SimpleNamespace:
         mod_index=wrapped.mod_index,
         operator_variables=higher_order_ops._hop_name_to_variable_class,
         speculate_subgraph=higher_order_ops.speculate_subgraph,
+        changing_ints=_changing_ints,
         wrap_fx_proxy=wrap_fx_proxy,
     )

@@ -63,6 +63,8 @@ def attend_eagerly(
         masks,
         list(lists),
         list(sizes),
+        [],  # numbers that a trace reads are constants of its graph
+        [],
         request.text,
         scale,
     )
