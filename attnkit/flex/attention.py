@@ -40,7 +40,8 @@ def flex_attention(
 
     `attnkit.flex_attention` describes the arguments. Here `scale` may also be a tensor of one
     number, which gets its gradient; batch, query length and kv length may be 0; and `return_aux`
-    and its result are PyTorch's classes.
+    and its result are PyTorch's classes. `attnkit.AuxRequest` is accepted too: its result is an
+    `attnkit.AuxOutput` if it has an output that PyTorch's class lacks.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64.
@@ -82,7 +83,9 @@ def flex_attention(
             return_aux=own,
             **options,
         )
-    return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+    if return_aux is None or any(t is not None for t in result[1][2:]):
+        return result  # an output that PyTorch's class does not have
+    return result[0], AuxOutput(*result[1][:2])
 
 
 def _plain(mask: Any) -> Any:

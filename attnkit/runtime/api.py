@@ -82,7 +82,7 @@ def flex_attention(
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
-        or (out, AuxOutput) with return_aux. LSE and max scores are float32 (float64 for float64).
+        or (out, AuxOutput) with return_aux. LSE and statistics are float32 (float64 for float64).
 
     Raises:
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.

@@ -100,10 +100,9 @@ class AttentionCall:
             lse: [B, Hq, Sq], natural logarithm.
             max_scores: [B, Hq, Sq]; None if the call does not return them.
         """
-        aux = self.return_aux
-        if aux is None:
+        if self.return_aux is None:
             return (out, lse) if self.return_lse else out
-        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+        return out, AuxOutput.of(check_aux(self.return_lse, self.return_aux), lse, max_scores)
 
 
 def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

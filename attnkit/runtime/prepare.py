@@ -73,7 +73,9 @@ def prepare(
     if of_template(plan.template) is not None:
         check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
     program = replace(bound.program, sink=call.sink is not None)
-    kernel_call = KernelCall(template, program, bound.runs, settings.aux.max_scores, check=check)
+    kernel_call = KernelCall(
+        template, program, bound.runs, settings.aux.needs_row_maxima, check=check
+    )
     prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
     prepared.launches_check = guard.on_gpu and not forward_checks(kernel_call)
     if plan.template == "eager":

@@ -90,11 +90,11 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         call.backend,
         call.enable_gqa,
         call.deterministic,
-        aux.max_scores,
+        aux.needs_row_maxima,
         call.sink is not None,
     )
     if call.return_aux is not None:
-        return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
+        return out, AuxOutput.of(aux, lse, top)
     return (out, lse) if aux.lse else out
 
 

@@ -192,5 +192,5 @@ def _options(call: AttentionCall) -> Hashable | None:
     if call.return_aux is not None:
         if call.return_aux.__class__ is not AuxRequest or call.return_lse:
             return None
-        need_max = bool(call.return_aux.max_scores)
+        need_max = bool(call.return_aux.needs_row_maxima)
     return call.enable_gqa, call.backend, call.is_deterministic, positive, need_max
