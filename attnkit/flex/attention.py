@@ -179,4 +179,4 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     out = query.new_zeros(*rows, value.shape[3]) + none
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = torch.full(rows, -torch.inf, dtype=stats, device=query.device)
-    return call.results(out, lse, lse.clone())
+    return call.results(out, lse, lse.clone(), torch.zeros_like(lse) + none)

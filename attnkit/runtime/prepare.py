@@ -21,7 +21,6 @@ from attnkit.splice import (
     Attention,
     Captured,
     KernelCall,
-    Program,
     forward_checks,
     prepare_forward,
 )
@@ -74,12 +73,17 @@ def prepare(
         check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
     program = replace(bound.program, sink=call.sink is not None)
     kernel_call = KernelCall(
-        template, program, bound.runs, settings.aux.needs_row_maxima, check=check
+        template,
+        program,
+        bound.runs,
+        need_max=settings.aux.needs_row_maxima,
+        need_entropy=settings.aux.entropy,
+        check=check,
     )
     prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
     prepared.launches_check = guard.on_gpu and not forward_checks(kernel_call)
     if plan.template == "eager":
-        prepared.attention, prepared.is_dense = _dense(bound, program), True
+        prepared.attention, prepared.is_dense = _dense(bound, kernel_call), True
     elif launchable:
         inputs = call.inputs(bound.captured)
         scores, masks = inputs.captured
@@ -101,7 +105,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
+    reason = _reason_against_kernel(plan, backend, settings, variant, unproven, query.device)
     if not reason:
         return plan
     if backend != "auto":
@@ -129,6 +133,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 def _reason_against_kernel(
     plan: Plan,
     backend: str,
+    settings: CallSettings,
     variant: TracedVariant,
     unproven: frozenset[Node],
     device: torch.device,
@@ -142,6 +147,8 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
+    if settings.aux.entropy:
+        return "the kernels do not compute the entropy of rows"
     if variant.mask is not None and computes_float64(variant.mask.root):
         return (
             "the mask computes in float64, and a kernel in float32; write .float() where float32 "
@@ -154,10 +161,10 @@ def _reason_against_kernel(
     return hardware_gate.reason_against(target, device)
 
 
-def _dense(bound: Bound, program: Program) -> Attention:
+def _dense(bound: Bound, call: KernelCall) -> Attention:
     """Return a forward function that runs the dense reference on the graphs in `bound`.
 
-    `program` is that of the call: it says whether the captured tensors end with a sink.
+    `call` says whether the captured tensors end with a sink, and what to return.
     """
     from attnkit.runtime import reference  # which other backends do not need
 
@@ -168,9 +175,17 @@ def _dense(bound: Bound, program: Program) -> Attention:
             mask, allowed = bound.mask, _allowed(bound, query, key)
             if allowed is not None:
                 mask = None
-            _, sink = program.split_sink(captured.scores)
+            _, sink = call.program.split_sink(captured.scores)
             return reference.attention(
-                query, key, value, bound.score, mask, scale=scale, allowed=allowed, sink=sink
+                query,
+                key,
+                value,
+                bound.score,
+                mask,
+                scale=scale,
+                allowed=allowed,
+                sink=sink,
+                need_entropy=call.need_entropy,
             )
 
     return attention

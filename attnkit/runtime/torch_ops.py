@@ -45,12 +45,13 @@ from attnkit.util.torch_private import (
 
 FORWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
-    "Tensor[] runs, int[] layout, str program, str template, float scale, bool need_max) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores)"
+    "Tensor[] runs, int[] layout, str program, str template, float scale, bool need_max, "
+    "bool need_entropy) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy)"
 )
 BACKWARD = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] runs, int[] layout, "
+    "(Tensor grad_out, Tensor grad_lse, Tensor grad_entropy, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, Tensor entropy, "
+    "Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] runs, int[] layout, "
     "str program, str template, float scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
@@ -101,23 +102,33 @@ def _forward(
     template: str,
     scale: float,
     need_max: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, top = run_forward(
-        KernelCall(template, Program.parse(program), pack(runs, layout), need_max),
+    need_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = run_forward(
+        KernelCall(template, Program.parse(program), pack(runs, layout), need_max, need_entropy),
         ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale),
     )
-    return out, lse, lse.new_empty(0) if top is None else top
+    return without_none(results)
+
+
+def without_none(results: ForwardResult) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return results of a forward with an empty tensor for None, which no operator can return."""
+    out, lse, top, entropy = results
+    none = lse.new_empty(0)
+    return out, lse, none if top is None else top, none.clone() if entropy is None else entropy
 
 
 @torch.library.impl("attnkit::backward", "CompositeExplicitAutograd")
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor,
+    grad_entropy: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    entropy: Tensor,
     score_tensors: Sequence[Tensor],
     mask_tensors: Sequence[Tensor],
     runs: Sequence[Tensor],
@@ -129,9 +140,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     forward = ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale)
     grads = grad_out, grad_lse if grad_lse.numel() else None
+    rows = (entropy, grad_entropy) if grad_entropy.numel() else None
     return gradients(
         KernelCall(template, Program.parse(program), pack(runs, layout)),
-        BackwardInputs.of(forward, (out, lse), grads, needs_grad),
+        BackwardInputs.of(forward, (out, lse), grads, needs_grad, rows),
     )
 
 
@@ -153,29 +165,40 @@ def gradients(
 @torch.library.register_fake("attnkit::forward")  # type: ignore[untyped-decorator]
 def _forward_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_outputs(query, value, rest[-1])
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return fake_outputs(query, value, *rest[-2:])
 
 
-def fake_outputs(query: Tensor, value: Tensor, need_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate output, LSE and row maxima; the row maxima are empty unless `need_max`."""
+def fake_outputs(
+    query: Tensor, value: Tensor, need_max: bool, need_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate output, LSE, row maxima and entropies; what is not needed is empty."""
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    top = torch.empty_like(lse) if need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    top, entropy = (
+        torch.empty_like(lse) if need else lse.new_empty(0) for need in (need_max, need_entropy)
+    )
+    return output_like(query, value.shape[-1]), lse, top, entropy
 
 
 @torch.library.register_fake("attnkit::backward")  # type: ignore[untyped-decorator]
 def fake_gradients(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    grad_entropy: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Allocate the gradients of query, key, value and the score's tensors.
 
     Args:
-        grad_out, grad_lse, query, key, value: the first arguments of a backward operator.
-        rest: the other arguments of the operator. `rest[2]` are the tensors that the score
+        grad_out, grad_lse, grad_entropy, query, key, value: the first arguments of a backward
+            operator.
+        rest: the other arguments of the operator. `rest[3]` are the tensors that the score
             captures, `rest[-1]` says for each whether its gradient is needed.
     """
-    score_tensors, needs_grad = rest[2], rest[-1]
+    score_tensors, needs_grad = rest[3], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
         for t, need in zip(score_tensors, needs_grad, strict=True)
@@ -184,12 +207,13 @@ def fake_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, score_tensors, mask_tensors, runs, layout, program, template, scale, _ = (
-        inputs
+    query, key, value, score_tensors, mask_tensors, runs, layout, *options = inputs
+    program, template, scale, _, need_entropy = options
+    out, lse, top, entropy = output
+    ctx.mark_non_differentiable(top, *([] if need_entropy else [entropy]))
+    ctx.save_for_backward(
+        query, key, value, out, lse, entropy, *score_tensors, *mask_tensors, *runs
     )
-    out, lse, top = output
-    ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
     ctx.counts = len(score_tensors), len(mask_tensors)
     ctx.options = list(layout), program, template, scale
     names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
@@ -199,37 +223,43 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def operator_tensors(
-    grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the leading tensor arguments of a backward operator: both gradients, then `saved`.
+    """Return the leading tensor arguments of a backward operator: the gradients, then `saved`.
 
-    An operator cannot take None. A missing `grad_out` is replaced by zeros, a missing `grad_lse` by
-    an empty tensor.
+    An operator cannot take None. A missing gradient of the output is replaced by zeros, a missing
+    one of the LSE or the entropies by an empty tensor.
 
     Args:
-        grad_out, grad_lse: gradients of output and LSE; None for zero.
-        saved: query, key, value, output and LSE.
+        grads: gradients of output, LSE and entropies; None for zero.
+        saved: query, key, value, output, LSE and entropies (any tensor if their gradient is None).
     """
-    out, lse = saved[3:]
+    out, lse = saved[3:5]
+    grad_out, *others = grads
     return (
         torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
+        *(lse.new_empty(0) if g is None else g for g in others),
         *saved,
     )
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    _: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> tuple[Any, ...]:
-    _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
-    saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    grads = grad_out, grad_lse, grad_entropy
+    _refuse_batched_gradients(g for g in grads if g is not None)
+    saved, lists = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
     ctx.guard.check_saved(score_tensors, mask_tensors)
     ctx.guard.launch_backward()
     layout, program, template, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-        *operator_tensors(grad_out, grad_lse, saved),
+        *operator_tensors(grads, saved),
         score_tensors,
         mask_tensors,
         lists[scores + masks :],
@@ -243,7 +273,7 @@ def _gradient(
     none = [None] * masks, [None] * (len(lists) - scores - masks)
     # torch expects one gradient for each tensor of a list, and an empty list for an empty list
     dlayout: list[None] | None = None if layout else []
-    return dquery, dkey, dvalue, dcaptured, *none, dlayout, None, None, None, None
+    return dquery, dkey, dvalue, dcaptured, *none, dlayout, *[None] * 5
 
 
 torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_save)
@@ -289,8 +319,9 @@ class _Attention(torch.autograd.Function):
         if result is None:
             assert prepared.attention is not None
             result = prepared.attention(query, key, value, captured, scale)
-        out, lse, top = result
-        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
+        out, lse, top, entropy = result
+        rows = [] if entropy is None else [entropy]
+        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *rows)
         if top is not None:
             ctx.mark_non_differentiable(top)
         ctx.call = prepared, scale, [t.requires_grad for t in scores]
@@ -303,9 +334,14 @@ class _Attention(torch.autograd.Function):
         grad_out: Tensor | None,
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
+        rows = None
+        if prepared.kernel_call.need_entropy:
+            *saved, entropy = saved
+            rows = None if grad_entropy is None else (entropy, grad_entropy)
         # tested here because most calls need neither, and two function calls cost a microsecond
         if stale_report.code[0]:
             raise_if_stale()
@@ -314,7 +350,7 @@ class _Attention(torch.autograd.Function):
             prepared.guard.check_saved(saved[5:scores], saved[scores:])
             if prepared.kernel_call.check is None:
                 prepared.guard.launch_backward()
-        if grad_out is not None:
+        if grad_out is not None and rows is None:
             gradients = prepared.backward.try_fast_path(
                 grad_out, grad_lse, saved, scale, needs_grad
             )
@@ -324,7 +360,7 @@ class _Attention(torch.autograd.Function):
         captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
         forward = ForwardInputs(query, key, value, captured, scale)
         grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
-        inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
+        inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad, rows)
         return *_NO_GRADIENT, *_backward_of(prepared, inputs, saved)
 
 
@@ -333,16 +369,18 @@ def _backward_of(
 ) -> tuple[Tensor | None, ...]:
     """Run a backward and store its relaunch; return the gradients in the order of the inputs."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
-    grad_lse = inputs.grad_lse
-    tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
-    if torch.is_grad_enabled() or is_intercepted(tensors):
-        _refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
+    grads = inputs.grad_out, inputs.grad_lse, inputs.grad_entropy
+    given = [g for g in grads if g is not None]
+    if torch.is_grad_enabled() or is_intercepted([*saved, *given]):
+        _refuse_batched_gradients(given)
         if call.check is not None:  # the operator has no kernels that compare data
             call.check.launch_backward()
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-            *operator_tensors(inputs.grad_out, grad_lse, saved[:5]),
+            *operator_tensors(
+                grads, [*saved[:5], inputs.lse if inputs.entropy is None else inputs.entropy]
+            ),
             scores,
             [_detached(t) for t in masks],
             runs,
@@ -354,15 +392,17 @@ def _backward_of(
         )
     else:
         dquery, dkey, dvalue, captured = gradients(call, inputs)
-        prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
+        if inputs.grad_entropy is None:
+            prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
     dcaptured = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
     return dquery, dkey, dvalue, *dcaptured
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a prepared call with autograd support; return out, LSE and row maxima or None.
+    """Run a prepared call with autograd support; return out, LSE, row maxima and entropies.
 
-    Autograd can differentiate out and LSE in query, key, value and the score's captured tensors.
+    Autograd can differentiate out, LSE and entropies in query, key, value and the score's captured
+    tensors. Maxima and entropies that the call does not return are None (or empty).
 
     Args:
         prepared: the prepared call.
@@ -383,7 +423,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         _refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)
-        out, lse, top = torch.ops.attnkit.forward(
+        intercepted: ForwardResult = torch.ops.attnkit.forward(
             query,
             key,
             value,
@@ -395,8 +435,9 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
             call.template,
             scale,
             call.need_max,
+            call.need_entropy,
         )
-        return out, lse, top
+        return intercepted
     if prepared.launches_check:
         prepared.guard.check()
     if prepared.attention is None:

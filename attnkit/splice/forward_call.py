@@ -34,7 +34,8 @@ from attnkit.util.torch_private import (
     stream_of,
 )
 
-ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
+# Out, LSE, row maxima or None, entropies of the rows or None.
+ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # Function that runs a kernel: (source, arguments, indices of outputs, indices of arguments that
 # change from call to call) -> a function that relaunches the kernel, or None.
 Runner: TypeAlias = Callable[
@@ -168,7 +169,7 @@ class ForwardCall:
         elif repeatable and self.relaunch is None and main is not None:
             relaunch = repeated_forward(self, captured, main, combine)
             object.__setattr__(self, "relaunch", relaunch)
-        return out, lse, top if self.need_max else None
+        return out, lse, top if self.need_max else None, None
 
     def _changing(self) -> Iterator[int]:
         """Yield the indices of the kernel's arguments that change from call to call."""
@@ -246,7 +247,7 @@ def repeated_forward(
         main(stream, addresses, (scale,))
         if combine is not None:
             combine(stream, [*addresses[7:9], o, l, *addresses[sinks]])
-        return out, lse, top
+        return out, lse, top, None
 
     return run
 

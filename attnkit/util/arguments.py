@@ -59,11 +59,13 @@ class AuxRequest(NamedTuple):
         lse: whether to return the log-sum-exp of each row (natural logarithm).
         max_scores: whether to return the largest score of each row, after `score_mod`.
         max_logits: whether to return the largest score of each head, after `score_mod`.
+        entropy: whether to return the entropy of each row's softmax.
     """
 
     lse: bool = False
     max_scores: bool = False
     max_logits: bool = False
+    entropy: bool = False
 
     @property
     def needs_row_maxima(self) -> bool:
@@ -83,25 +85,32 @@ class AuxOutput(NamedTuple):
             differentiable. A sink is no score.
         max_logits: [B, Hq], largest of a head's `max_scores`, -inf for a head without a kept score;
             not differentiable. QK-Clip (Kimi K2) rescales the projections of query and key by it.
+        entropy: [B, Hq, Sq], entropy of each row's softmax in nats: LSE - sum(p * score), at least
+            0, and 0 for a fully masked row; differentiable. A sink counts as one more score.
     """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
     max_logits: Tensor | None = None
+    entropy: Tensor | None = None
 
     @staticmethod
-    def of(request: AuxRequest, lse: Tensor, max_scores: Tensor | None) -> AuxOutput:
+    def of(
+        request: AuxRequest, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+    ) -> AuxOutput:
         """Return the outputs that `request` selects.
 
         Args:
             request: the checked request.
             lse: [B, Hq, Sq].
             max_scores: [B, Hq, Sq]; None unless `request.needs_row_maxima`.
+            entropy: [B, Hq, Sq]; None unless `request.entropy`.
         """
         return AuxOutput(
             lse if request.lse else None,
             max_scores if request.max_scores else None,
             _largest(max_scores) if request.max_logits and max_scores is not None else None,
+            entropy if request.entropy else None,
         )
 
 

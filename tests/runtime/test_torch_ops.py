@@ -28,7 +28,7 @@ def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def arguments(
-    dtype: torch.dtype = torch.float32, need_max: bool = True, transposed: bool = False
+    dtype: torch.dtype = torch.float32, needed: bool = True, transposed: bool = False
 ) -> tuple[Any, ...]:
     shape = (1, 70, 2, 8) if transposed else (1, 2, 70, 8)
     qkv = [torch.randn(shape).to(dtype) for _ in range(3)]
@@ -38,16 +38,16 @@ def arguments(
     runs, layout = torch_ops.unpack(create_block_mask(mask, None, None, 70, 70, BLOCK_SIZE=32).runs)
     program = Program(score.root, keep.root).text
     lists = list(score.tensors), list(keep.tensors), runs
-    return *(t.requires_grad_() for t in qkv), *lists, layout, program, "cpu", 0.3, need_max
+    return *(t.requires_grad_() for t in qkv), *lists, layout, program, "cpu", 0.3, needed, needed
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("need_max", [False, True])
+@pytest.mark.parametrize("needed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_opcheck_forward(dtype: torch.dtype, need_max: bool, transposed: bool) -> None:
+def test_opcheck_forward(dtype: torch.dtype, needed: bool, transposed: bool) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.attnkit.forward.default, arguments(dtype, need_max, transposed), test_utils=tests
+        torch.ops.attnkit.forward.default, arguments(dtype, needed, transposed), test_utils=tests
     )
 
 
@@ -57,9 +57,9 @@ def test_opcheck_with_aot_autograd() -> None:
 
 def test_opcheck_backward() -> None:
     query, key, value, *rest = arguments()
-    out, lse, _ = torch.ops.attnkit.forward(query, key, value, *rest)
-    saved = [t.detach() for t in (query, key, value, out, lse)]
-    scores, masks, runs, layout, program, template, scale, _ = rest
+    out, lse, _, entropy = torch.ops.attnkit.forward(query, key, value, *rest)
+    saved = [t.detach() for t in (query, key, value, out, lse, entropy)]
+    scores, masks, runs, layout, program, template, scale, *_ = rest
     detached = [t.detach() for t in scores]
     torch.library.opcheck(
         torch.ops.attnkit.backward.default,
@@ -102,7 +102,9 @@ def test_program_text_reads_back() -> None:
 def test_fake_tensors_need_no_data() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         query = torch.empty(1, 2, 70, 8, device="meta")
-        out, lse, top = torch.ops.attnkit.forward(query, query, query, *arguments()[3:])
+        results = torch.ops.attnkit.forward(query, query, query, *arguments()[3:])
+    out, lse, top, entropy = results
     assert out.shape == (1, 2, 70, 8)
     assert out.device.type == "meta"
-    assert lse.dtype == top.dtype == torch.float32
+    assert lse.dtype == top.dtype == entropy.dtype == torch.float32
+    assert lse.shape == entropy.shape

@@ -37,12 +37,12 @@ from attnkit.util.data_state import setting
 ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
     "Tensor[] lists, SymInt[] sizes, str request, float? scale) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
+    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor digest, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
-    "SymInt[] sizes, "
+    "(Tensor grad_out, Tensor grad_lse, Tensor grad_entropy, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, Tensor entropy, Tensor digest, "
+    "Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, SymInt[] sizes, "
     "str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
@@ -67,6 +67,7 @@ class Request:
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
         sink: whether the last of the score's tensors is an attention sink.
+        need_entropy: whether to return the entropies of the rows.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
             disk under a key that contains the text of the request, so a graph of another version is
             never used.
@@ -83,7 +84,8 @@ class Request:
     deterministic: bool = False
     need_max: bool = False
     sink: bool = False
-    signature: int = 3
+    need_entropy: bool = False
+    signature: int = 4
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -196,7 +198,7 @@ def _prepared(
         scale=scale,
         enable_gqa=request.enable_gqa,
         kernel_options=request.kernel_options,
-        return_aux=AuxRequest(max_scores=request.need_max),
+        return_aux=AuxRequest(max_scores=request.need_max, entropy=request.need_entropy),
         backend=request.backend,
         deterministic=request.deterministic,
         sink=scores[-1] if request.sink else None,
@@ -248,14 +250,14 @@ def _attention(
     sizes: Sequence[int],
     request: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     captured = Captured(score_tensors, mask_tensors)
     tensors = OperatorTensors(query, key, value, captured, lists)
     factor = check_scale(scale, query.shape[-1])
     prepared, inputs = _prepared(Request.parse(request), tensors, sizes, factor)
-    out, lse, top = torch_ops.run(prepared, inputs)
+    results = torch_ops.run(prepared, inputs)
     digest = torch.tensor([prepared.guard.digest()], dtype=torch.int64, device="cpu")
-    return out, lse, lse.new_empty(0) if top is None else top, digest
+    return *torch_ops.without_none(results), digest
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -263,11 +265,13 @@ def _attention(
 def _attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
+    grad_entropy: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    entropy: Tensor,
     digest: Tensor,
     score_tensors: Sequence[Tensor],
     mask_tensors: Sequence[Tensor],
@@ -287,7 +291,8 @@ def _attention_backward(
     grads = grad_out, grad_lse if grad_lse.numel() else None
     # tensors of a score graph that simplified to nothing; a sink follows them
     unread = len(needs_grad) - len(forward.captured.scores)
-    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad[unread:])
+    rows = (entropy, grad_entropy) if grad_entropy.numel() else None
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad[unread:], rows)
     dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
     pairs = zip(score_tensors[:unread], needs_grad[:unread], strict=True)
     zeros = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
@@ -297,27 +302,28 @@ def _attention_backward(
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    request = Request.parse(rest[-2])
     digest = torch.empty(1, dtype=torch.int64, device="cpu")
-    return *torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max), digest
+    outputs = torch_ops.fake_outputs(query, value, request.need_max, request.need_entropy)
+    return *outputs, digest
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    out, lse, _, *others = rest  # without the digest, which only this backward has
+def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    before, (_, *others) = arguments[:9], arguments[9:]  # without the digest of this backward alone
     gradients: tuple[Tensor, Tensor, Tensor, list[Tensor]] = torch_ops.fake_gradients(
-        grad_out, grad_lse, query, key, value, out, lse, *others
+        *before, *others
     )
     return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, scores, masks, lists, sizes, request, scale = inputs
-    out, lse, top, digest = output
-    ctx.mark_non_differentiable(top, digest)
-    ctx.save_for_backward(query, key, value, out, lse, digest, *scores, *masks, *lists)
+    out, lse, top, entropy, digest = output
+    request_of_call = Request.parse(request)
+    ctx.mark_non_differentiable(top, digest, *([] if request_of_call.need_entropy else [entropy]))
+    ctx.save_for_backward(query, key, value, out, lse, entropy, digest, *scores, *masks, *lists)
     ctx.options = list(sizes), request, scale
     ctx.counts = len(scores), len(masks)
     ctx.needs_grad = [t.requires_grad for t in scores]
@@ -325,15 +331,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    _: Tensor | None,
+    grad_entropy: Tensor | None,
+    __: Tensor | None,
 ) -> tuple[Any, ...]:
-    *saved, digest = ctx.saved_tensors[:6]
-    tensors = ctx.saved_tensors[6:]
+    *saved, digest = ctx.saved_tensors[:7]
+    tensors = ctx.saved_tensors[7:]
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        *torch_ops.operator_tensors(grad_out, grad_lse, saved),
+        *torch_ops.operator_tensors((grad_out, grad_lse, grad_entropy), saved),
         digest,
         *lists,
         sizes,
@@ -362,6 +373,7 @@ def request_of(
     deterministic: bool,
     need_max: bool,
     sink: bool,
+    need_entropy: bool,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -376,4 +388,5 @@ def request_of(
         deterministic,
         need_max,
         sink,
+        need_entropy,
     )
