@@ -21,6 +21,7 @@ from attnkit.splice import (
     Attention,
     Captured,
     KernelCall,
+    computes_entropy,
     forward_checks,
     prepare_forward,
 )
@@ -147,8 +148,8 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
-    if settings.aux.entropy:
-        return "the kernels do not compute the entropy of rows"
+    if settings.aux.entropy and not computes_entropy(target):
+        return f"the kernels for {target.arch} do not compute the entropy of rows"
     if variant.mask is not None and computes_float64(variant.mask.root):
         return (
             "the mask computes in float64, and a kernel in float32; write .float() where float32 "

@@ -44,6 +44,8 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     if program.checked or not (spec.emulated or query.is_cuda):
         return False
+    if inputs.grad_entropy is not None:
+        return False
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
     columns = template.block_kv(widths)

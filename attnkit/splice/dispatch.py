@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from attnkit.schedule.targets import Target
 from attnkit.splice import forward
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import compute_dtype
@@ -46,6 +47,11 @@ def forward_checks(call: KernelCall) -> bool:
     """Return whether the forward kernel of `call` compares captured data with its fingerprints."""
     target = call.spec.target
     return call.check is not None and target is not None and forward.checks_data(target)
+
+
+def computes_entropy(target: Target) -> bool:
+    """Return whether the forward kernel of a target can write the entropies of rows."""
+    return forward.computes_entropy(target)
 
 
 def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
@@ -107,14 +113,14 @@ def run_backward(
     if call.spec.target is not None:
         from attnkit.splice import backward
 
-        call, own = _without_sink(call, inputs)
-        tables = _tables(call, own)
+        plain, own = _without_sink(call, inputs)
+        tables = _tables(plain, own)
         if tables is not None:
             kernels = _with_tables(tables, own, tables.example(own.captured))
             if backward.supports(tables.inner, kernels):
                 return _backward_with_tables(tables, own)
-        if backward.supports(call, own):
-            return backward.prepare(call, own)(own)
+        if backward.supports(plain, own):
+            return backward.prepare(plain, own)(own)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 

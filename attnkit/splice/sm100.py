@@ -43,11 +43,13 @@ def config_of(
     dtype: str,
     head_dims: tuple[int, int],
     need_max: bool,
+    need_entropy: bool,
     arch: str,
 ) -> dict[str, Any]:
     """Return the arguments of the `ForwardConfig` of `templates.sm100` for a variant."""
     from attnkit.templates.sm100.config import ForwardConfig
 
+    assert not need_entropy, "the template does not compute entropies"
     head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
     if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
@@ -126,4 +128,5 @@ FORWARD = ForwardTemplate(
     build=build,
     layout=layout_of,
     checks_data=False,
+    computes_entropy=False,
 )
