@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
-from attnkit import AuxRequest, flex, flex_attention
+from attnkit import AuxRequest, Variant, flex, flex_attention
+from attnkit.testing import Case, Limits, cases, plain, variants
 
 F64 = torch.float64
 BACKENDS = ("cpu", "eager")
@@ -352,3 +353,46 @@ def test_kernels_that_lack_it_refuse_it() -> None:
             return_aux=AuxRequest(entropy=True),
             backend="emulate:sm_100a",
         )
+
+
+SIZES = Limits(q_len=(1, 40), kv_len=(1, 40), batch=(1, 2), heads=(1, 4))
+
+
+@settings(max_examples=40)
+@given(variant=variants(SIZES), case=cases(SIZES, dtype=F64), backend=st.sampled_from(BACKENDS))
+def test_statistics_of_any_variant(variant: Variant, case: Case, backend: str) -> None:
+    """Entropies, their gradients and the largest logits are those of the user's own functions."""
+    query, key, value = case.inputs()
+    sink = case.sinks() if case.normalization == "softmax" else None
+    scores = plain.raw_scores(query, key, case.scale)
+    if variant.score_mod is not None:
+        scores = plain.modified(variant.score_mod, scores)
+    if variant.mask is not None:
+        kept = plain.dense_mask(variant.mask, case.dense_shape, torch.device("cpu"))
+        scores = torch.where(kept, scores, -math.inf)
+    assume(not scores.isnan().any() and bool((scores < 1e100).all()))
+    logits = sink if case.normalization == "softmax" else torch.zeros(case.heads, dtype=F64)
+    expected = dense_entropy(scores, logits)
+    _, aux = variant(
+        *(query, key, value),
+        scale=case.scale,
+        enable_gqa=case.heads != case.kv_heads,
+        return_aux=AuxRequest(max_logits=True, entropy=True),
+        backend=backend,
+        sink=sink,
+        normalization=case.normalization,
+    )
+    torch.testing.assert_close(aux.entropy, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(aux.max_logits, scores.detach().amax((2, 3)), rtol=1e-9, atol=1e-9)
+    learned = [query, key, *([] if sink is None else [sink])]
+    if not expected.requires_grad:
+        return
+    weight = torch.randn_like(expected)
+    exact = torch.autograd.grad(expected, learned, weight, allow_unused=True)
+    assume(all(g is None or bool(g.isfinite().all()) for g in exact))
+    found: Any = [None] * len(learned)
+    if aux.entropy.requires_grad:
+        found = torch.autograd.grad(aux.entropy, learned, weight, allow_unused=True)
+    for ours, true, like in zip(found, exact, learned, strict=True):
+        ours, true = (torch.zeros_like(like) if g is None else g for g in (ours, true))
+        torch.testing.assert_close(ours, true, rtol=1e-7, atol=1e-7)
