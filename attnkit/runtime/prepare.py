@@ -21,7 +21,6 @@ from attnkit.splice import (
     Attention,
     Captured,
     KernelCall,
-    computes_entropy,
     forward_checks,
     prepare_forward,
 )
@@ -106,7 +105,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, settings, variant, unproven, query.device)
+    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
     if not reason:
         return plan
     if backend != "auto":
@@ -134,7 +133,6 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 def _reason_against_kernel(
     plan: Plan,
     backend: str,
-    settings: CallSettings,
     variant: TracedVariant,
     unproven: frozenset[Node],
     device: torch.device,
@@ -148,8 +146,6 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
-    if settings.aux.entropy and not computes_entropy(target):
-        return f"the kernels for {target.arch} do not compute the entropy of rows"
     if variant.mask is not None and computes_float64(variant.mask.root):
         return (
             "the mask computes in float64, and a kernel in float32; write .float() where float32 "

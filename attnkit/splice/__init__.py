@@ -8,7 +8,6 @@ reads descriptions of kernels from `forward`, `backward` and `kernel_layout`.
 from attnkit.splice.dispatch import (
     Attention,
     backward_replay,
-    computes_entropy,
     forward_checks,
     prepare_forward,
     run_backward,
@@ -26,7 +25,6 @@ __all__ = [
     "Program",
     "backward_replay",
     "compute_dtype",
-    "computes_entropy",
     "forward_checks",
     "prepare_forward",
     "run_backward",

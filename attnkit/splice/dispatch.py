@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.schedule.targets import Target
 from attnkit.splice import forward
 from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
 from attnkit.splice.program import compute_dtype
@@ -47,11 +46,6 @@ def forward_checks(call: KernelCall) -> bool:
     """Return whether the forward kernel of `call` compares captured data with its fingerprints."""
     target = call.spec.target
     return call.check is not None and target is not None and forward.checks_data(target)
-
-
-def computes_entropy(target: Target) -> bool:
-    """Return whether the forward kernel of a target can write the entropies of rows."""
-    return forward.computes_entropy(target)
 
 
 def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:

@@ -109,11 +109,6 @@ def checks_data(target: Target) -> bool:
     return forward_template(target).checks_data
 
 
-def computes_entropy(target: Target) -> bool:
-    """Return whether the forward kernel of a target can write the entropies of rows."""
-    return forward_template(target).computes_entropy
-
-
 def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
     """Return the cached or new `ForwardCall` for tensors like `inputs`.
 

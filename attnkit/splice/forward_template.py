@@ -38,7 +38,6 @@ class ForwardTemplate(NamedTuple):
             -> the kernel and fake arguments to compile it with.
         layout: config -> warp roles and memory layout of the kernel.
         checks_data: whether the kernel can compare captured data with its fingerprints.
-        computes_entropy: whether the kernel can write the entropies of rows.
     """
 
     choose: Callable[
@@ -50,4 +49,3 @@ class ForwardTemplate(NamedTuple):
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
     layout: Callable[[dict[str, Any]], Layout]
     checks_data: bool
-    computes_entropy: bool

@@ -49,7 +49,6 @@ def config_of(
     """Return the arguments of the `ForwardConfig` of `templates.sm100` for a variant."""
     from attnkit.templates.sm100.config import ForwardConfig
 
-    assert not need_entropy, "the template does not compute entropies"
     head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
     if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
@@ -65,6 +64,7 @@ def config_of(
         "alias": kernel.lacks_o_smem,
         "poly": poly_of(form, arch),
         "need_max": need_max,
+        "need_entropy": need_entropy,
     }
     # Q K in halves shortens the dependent chain of a tile but reads Q twice; with wide heads shared
     # memory would become the limit
@@ -115,7 +115,8 @@ def build(
 
     settings = ForwardConfig(**config)
     tile = settings.block_q, settings.head_dim_v
-    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
+    needed = settings.need_entropy
+    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
     hooks = variant.hooks(positive)
     return Build(Forward(settings, hooks), arguments, options_of(hooks))
 
@@ -128,5 +129,4 @@ FORWARD = ForwardTemplate(
     build=build,
     layout=layout_of,
     checks_data=False,
-    computes_entropy=False,
 )

@@ -156,5 +156,4 @@ FORWARD = ForwardTemplate(
     build=build,
     layout=layout_of,
     checks_data=True,
-    computes_entropy=True,
 )

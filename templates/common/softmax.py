@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 from cutlass import Float32, cute
@@ -149,6 +149,34 @@ def rescaled_moment(moment: Float32, total: Float32, change: Float32, scale: Flo
         scale: the factor of P.
     """
     return (moment + at_least(change) * total) * scale
+
+
+class StatisticsConfig(Protocol):
+    """Describes the fields of a forward's config that `write_statistics` reads."""
+
+    @property
+    def need_max(self) -> bool: ...
+    @property
+    def need_entropy(self) -> bool: ...
+
+
+def write_statistics(config: StatisticsConfig, to: cute.Tensor, row: tuple, values: tuple) -> None:
+    """Write the statistics of a row that the config needs.
+
+    Args:
+        config: the config of the forward.
+        to: f32 [B, H, S] of maxima. With `need_entropy`, f32 [1 or 2, B, H, S]: entropies, then
+            maxima if needed.
+        row: batch element, head and row.
+        values: largest score and entropy of the row.
+    """
+    max_score, entropy = values
+    if config.need_entropy:
+        to[(0, *row)] = entropy
+        if config.need_max:
+            to[(1, *row)] = max_score
+    elif config.need_max:
+        to[row] = max_score
 
 
 def own_sink(sink: Float32 | None, split_slot: Any) -> Float32 | None:

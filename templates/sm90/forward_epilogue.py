@@ -13,7 +13,7 @@ from attnkit.templates.common import device
 from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.forward_work import WorkItem
 from attnkit.templates.common.hooks import ForwardHooks
-from attnkit.templates.common.softmax import row_entropy, row_results
+from attnkit.templates.common.softmax import row_entropy, row_results, write_statistics
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import (
     WARP_THREADS,
@@ -163,26 +163,8 @@ class Epilogue:
                 split_lse[work.split_slot, place.tile_row + ROW_STEP * r] = value
             elif row + ROW_STEP * r < lse.shape[2]:
                 lse[work.batch, work.head, row + ROW_STEP * r] = value
-                self._write_statistics(
-                    max_scores, work.batch, work.head, row + ROW_STEP * r, *statistics
-                )
-
-    def _write_statistics(
-        self,
-        target: cute.Tensor,
-        batch: Int32,
-        head: Int32,
-        row: Int32,
-        max_score: Float32,
-        entropy: Float32,
-    ) -> None:
-        """Write the statistics that the config needs to `target`, see `Results.max_scores`."""
-        if self.config.need_entropy:
-            target[0, batch, head, row] = entropy
-            if self.config.need_max:
-                target[1, batch, head, row] = max_score
-        elif self.config.need_max:
-            target[batch, head, row] = max_score
+                where = work.batch, work.head, row + ROW_STEP * r
+                write_statistics(self.config, max_scores, where, statistics)
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
         """Multiply the output accumulator by `state.scale`, the reciprocal of the row sums."""
@@ -329,9 +311,8 @@ class Epilogue:
             empty = self._lse_without_keys(captured, head)
             for i in cutlass.range(lane, rows, WARP_THREADS, unroll=1):
                 lse[batch, head, first + i] = empty
-                self._write_statistics(
-                    max_scores, batch, head, first + i, Float32(NEG_INF), Float32(0.0)
-                )
+                masked = Float32(NEG_INF), Float32(0.0)
+                write_statistics(c, max_scores, (batch, head, first + i), masked)
             index += CLEARING_WARPS * ctas
 
     def _lse_without_keys(self, captured: list, head: Int32) -> Float32:

@@ -344,17 +344,6 @@ def test_entropy_is_that_of_the_softmax_alone(
     torch.testing.assert_close(uniform, largest)
 
 
-def test_kernels_that_lack_it_refuse_it() -> None:
-    pytest.importorskip("cutlass")
-    query = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16)
-    with pytest.raises(attnkit.UnsupportedError, match="sm_100a do not compute the entropy of"):
-        flex_attention(
-            *(query, query, query),
-            return_aux=AuxRequest(entropy=True),
-            backend="emulate:sm_100a",
-        )
-
-
 SIZES = Limits(q_len=(1, 40), kv_len=(1, 40), batch=(1, 2), heads=(1, 4))
 
 

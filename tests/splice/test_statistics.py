@@ -93,6 +93,40 @@ def test_statistics_on_hopper(kind: str, with_sink: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "with_sink"), [(k, False) for k in MODS if k != "columns"] + [("row term", True)]
+)
+def test_statistics_on_blackwell(kind: str, with_sink: bool) -> None:
+    tensors, results = draw(0), []
+    sink = torch.tensor([1.0, 3.0]) if with_sink else None
+    for backend, given in (
+        ("emulate:sm_100a", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
+    ):  # fmt: skip
+        checked = kind == "none" or with_sink
+        with emulation.session(mode="check" if checked else "eager") as session:
+            out, aux = attend(given, MODS[kind], late, sink=sink, backend=backend)
+        assert session.ok, [str(report) for _, report in session.reports]
+        results.append((aux.entropy, aux.lse, aux.max_scores, out))
+    assert torch.equal(results[0][0][:, :, :100], torch.zeros(1, 2, 100))
+    for i, (ours, exact, dense) in enumerate(zip(*results, strict=True)):
+        if kind != "row term that wipes" or i != 2:  # NaN there or a number
+            check(ours, exact, dense)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_head_dims_on_blackwell(width: int) -> None:
+    tensors = draw(0, 300, 140, width)
+    (_, ours), (_, exact), (_, dense) = (
+        attend(t, None, None, backend=backend, return_aux=AuxRequest(entropy=True))
+        for backend, t in (
+            ("emulate:sm_100a", tensors),
+            ("eager", [t.double() for t in tensors]),
+            ("eager", tensors),
+        )
+    )
+    check(ours.entropy, exact.entropy, dense.entropy)
+
+
+@pytest.mark.parametrize(
     ("width", "dtype"), [(128, torch.bfloat16), (192, torch.float16), (256, torch.bfloat16)]
 )
 def test_head_dims(width: int, dtype: torch.dtype) -> None:
@@ -161,14 +195,15 @@ def check_gradient(ours: Tensor, exact: Tensor, dense: Tensor) -> None:
     assert (ours - exact).abs().amax() <= allowed
 
 
-@pytest.mark.parametrize("case", ["captured tensor", "wide heads"])
+@pytest.mark.parametrize("case", ["captured tensor", "wide heads", "Blackwell"])
 def test_gradients_that_torch_operators_compute(case: str) -> None:
     """The kernels refuse them, and the sink is not forgotten."""
     table = torch.randn(2, KEYS, generator=torch.Generator().manual_seed(2))
     table.requires_grad_(case == "captured tensor")
     mod = lambda s, b, h, q, kv: s * 2 + table[h, kv]
     results = []
-    for backend, wide in (("emulate", False), ("eager", True), ("eager", False)):
+    kernels = "emulate:sm_100a" if case == "Blackwell" else "emulate"
+    for backend, wide in ((kernels, False), ("eager", True), ("eager", False)):
         width = 192 if case == "wide heads" else 64
         tensors = [t.double() if wide else t for t in draw(0, width=width)]
         sink = torch.tensor([0.5, 2.0]).requires_grad_()
@@ -178,7 +213,7 @@ def test_gradients_that_torch_operators_compute(case: str) -> None:
             out, aux = attend(tensors, mod, late, sink=sink, backend=backend)
             loss = sum((t.double() * weight(t, 0)).sum() for t in (out, aux.lse, aux.entropy))
             results.append(torch.autograd.grad(loss, learned))
-        assert [name.split()[0] for name, _ in session.reports if backend == "emulate"] in (
+        assert [name.split()[0] for name, _ in session.reports if backend == kernels] in (
             ["forward"],
             [],
         )
