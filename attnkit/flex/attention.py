@@ -14,6 +14,7 @@ import attnkit
 from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.normalization import sink_of
 from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
@@ -41,7 +42,8 @@ def flex_attention(
 
     `attnkit.flex_attention` describes the arguments. Here `scale` may also be a tensor of one
     number, which gets its gradient; batch, query length and kv length may be 0; and `return_aux`
-    and its result are PyTorch's classes.
+    and its result are PyTorch's classes. `attnkit.AuxRequest` is accepted too: its result is an
+    `attnkit.AuxOutput` if it has an output that PyTorch's class lacks.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64.
@@ -83,7 +85,9 @@ def flex_attention(
             return_aux=own,
             **options,
         )
-    return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+    if return_aux is None or any(t is not None for t in result[1][2:]):
+        return result  # an output that PyTorch's class does not have
+    return result[0], AuxOutput(*result[1][:2])
 
 
 flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
@@ -170,6 +174,8 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
                                         for axis, n in enumerate(t.shape)])
         for t in (query, key, value)
     ]  # fmt: skip
+    normalization = options.pop("normalization", "softmax")
+    options["sink"] = sink_of(normalization, options.get("sink"), query)
     call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):
@@ -186,4 +192,4 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     lse = max_scores.clone()
     if (sink := call.sink) is not None:  # a sink of -inf is none: it gets the gradient 0
         lse = torch.where(sink == -torch.inf, -torch.inf, sink)[:, None].to(stats).expand(rows)
-    return call.results(out, lse.contiguous(), max_scores)
+    return call.results(out, lse.contiguous(), max_scores, torch.zeros_like(max_scores) + none)

@@ -75,13 +75,17 @@ def pack(tensors: Sequence[Tensor], layout: Sequence[int]) -> BlockRuns | None:
 
 def request_of(call: KernelCall) -> str:
     """Return the text that stands for a prepared call among the arguments of the operator."""
-    return "|".join((_PREPARED, call.template, str(int(call.need_max)), call.program.text))
+    needed = str(int(call.need_max)), str(int(call.need_entropy))
+    return "|".join((_PREPARED, call.template, *needed, call.program.text))
 
 
-def needs_max(request: str) -> bool | None:
-    """Return whether a text of `request_of` asks for row maxima; None for another text."""
-    kind, *rest = request.split("|", 3)
-    return bool(int(rest[1])) if kind == _PREPARED else None
+def needed_outputs(request: str) -> tuple[bool, bool] | None:
+    """Return whether a text of `request_of` asks for row maxima, and for entropies of rows.
+
+    The result is None for another text.
+    """
+    kind, *rest = request.split("|", 4)
+    return (bool(int(rest[1])), bool(int(rest[2]))) if kind == _PREPARED else None
 
 
 def kernel_call_of(
@@ -93,11 +97,18 @@ def kernel_call_of(
         request: the text.
         runs, layout: what `unpack` returned for the block runs of the call.
     """
-    kind, *rest = request.split("|", 3)
-    if kind != _PREPARED:
+    needed = needed_outputs(request)
+    if needed is None:
         return None
-    template, need_max, program = rest
-    return KernelCall(template, Program.parse(program), pack(runs, layout), bool(int(need_max)))
+    _, template, _, _, program = request.split("|", 4)
+    return KernelCall(template, Program.parse(program), pack(runs, layout), *needed)
+
+
+def without_none(results: ForwardResult) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return results of a forward with an empty tensor for None, which no operator can return."""
+    out, lse, top, entropy = results
+    none = lse.new_empty(0)
+    return out, lse, none if top is None else top, none.clone() if entropy is None else entropy
 
 
 def gradients(
@@ -115,24 +126,35 @@ def gradients(
     return *gradients, cast
 
 
-def fake_outputs(query: Tensor, value: Tensor, need_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate output, LSE and row maxima; the row maxima are empty unless `need_max`."""
+def fake_outputs(
+    query: Tensor, value: Tensor, need_max: bool, need_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate output, LSE, row maxima and entropies; what is not needed is empty."""
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    top = torch.empty_like(lse) if need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    top, entropy = (
+        torch.empty_like(lse) if need else lse.new_empty(0) for need in (need_max, need_entropy)
+    )
+    return output_like(query, value.shape[-1]), lse, top, entropy
 
 
 def fake_gradients(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    grad_entropy: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Allocate the gradients of query, key, value and the score's tensors.
 
     Args:
-        grad_out, grad_lse, query, key, value: the first arguments of a backward operator.
-        rest: the other arguments of the operator. `rest[2]` are the tensors that the score
+        grad_out, grad_lse, grad_entropy, query, key, value: the first arguments of a backward
+            operator.
+        rest: the other arguments of the operator. `rest[3]` are the tensors that the score
             captures, `rest[-1]` says for each whether its gradient is needed.
     """
-    score_tensors, needs_grad = rest[2], rest[-1]
+    score_tensors, needs_grad = rest[3], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
         for t, need in zip(score_tensors, needs_grad, strict=True)
@@ -141,21 +163,22 @@ def fake_gradients(
 
 
 def operator_tensors(
-    grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the leading tensor arguments of a backward operator: both gradients, then `saved`.
+    """Return the leading tensor arguments of a backward operator: the gradients, then `saved`.
 
-    An operator cannot take None. A missing `grad_out` is replaced by zeros, a missing `grad_lse` by
-    an empty tensor.
+    An operator cannot take None. A missing gradient of the output is replaced by zeros, a missing
+    one of the LSE or the entropies by an empty tensor.
 
     Args:
-        grad_out, grad_lse: gradients of output and LSE; None for zero.
-        saved: query, key, value, output and LSE.
+        grads: gradients of output, LSE and entropies; None for zero.
+        saved: query, key, value, output, LSE and entropies (any tensor if their gradient is None).
     """
-    out, lse = saved[3:]
+    out, lse = saved[3:5]
+    grad_out, *others = grads
     return (
         torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
+        *(lse.new_empty(0) if g is None else g for g in others),
         *saved,
     )
 
@@ -197,8 +220,9 @@ class _Attention(torch.autograd.Function):
         if result is None:
             assert prepared.attention is not None
             result = prepared.attention(query, key, value, captured, scale)
-        out, lse, top = result
-        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
+        out, lse, top, entropy = result
+        rows = [] if entropy is None else [entropy]
+        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *rows)
         if top is not None:
             ctx.mark_non_differentiable(top)
         ctx.call = prepared, scale, [t.requires_grad for t in scores]
@@ -211,10 +235,15 @@ class _Attention(torch.autograd.Function):
         grad_out: Tensor | None,
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> tuple[Any, ...]:
         prepared, scale, needs_grad = ctx.call
-        saved = ctx.saved_tensors
-        return *_NO_GRADIENT, *differentiate(prepared, scale, needs_grad, saved, grad_out, grad_lse)
+        saved, rows = ctx.saved_tensors, None
+        if prepared.kernel_call.need_entropy:
+            *saved, entropy = saved
+            rows = None if grad_entropy is None else (entropy, grad_entropy)
+        grads = differentiate(prepared, scale, needs_grad, saved, grad_out, grad_lse, rows)
+        return *_NO_GRADIENT, *grads
 
 
 def differentiate(
@@ -224,6 +253,7 @@ def differentiate(
     saved: Sequence[Tensor],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
+    rows: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Run the backward of a call that has run.
 
@@ -233,6 +263,7 @@ def differentiate(
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         saved: query, key, value, output, LSE, and the tensors that score and mask capture.
         grad_out, grad_lse: gradients of output and LSE; None for zero.
+        rows: the entropies of the rows, and their gradient; None for a gradient of zero.
 
     Returns:
         The gradients of query, key, value and the score's tensors; None where not needed.
@@ -248,7 +279,7 @@ def differentiate(
         prepared.guard.check_saved(saved[5:scores], saved[scores:])
         if prepared.kernel_call.check is None:
             prepared.guard.launch_backward()
-    if grad_out is not None:
+    if grad_out is not None and rows is None:
         gradients = prepared.backward.try_fast_path(grad_out, grad_lse, saved, scale, needs_grad)
         if gradients is not None:
             return gradients
@@ -256,7 +287,7 @@ def differentiate(
     captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
     forward = ForwardInputs(query, key, value, captured, scale)
     grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
-    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad, rows)
     return _backward_of(prepared, inputs, saved)
 
 
@@ -265,16 +296,18 @@ def _backward_of(
 ) -> tuple[Tensor | None, ...]:
     """Run a backward and store its relaunch; return the gradients in the order of the inputs."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
-    grad_lse = inputs.grad_lse
-    tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
-    if torch.is_grad_enabled() or is_intercepted(tensors):
-        refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
+    grads = inputs.grad_out, inputs.grad_lse, inputs.grad_entropy
+    given = [g for g in grads if g is not None]
+    if torch.is_grad_enabled() or is_intercepted([*saved, *given]):
+        refuse_batched_gradients(given)
         if call.check is not None:  # the operator has no kernels that compare data
             call.check.launch_backward()
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
         dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-            *operator_tensors(inputs.grad_out, grad_lse, saved[:5]),
+            *operator_tensors(
+                grads, [*saved[:5], inputs.lse if inputs.entropy is None else inputs.entropy]
+            ),
             torch.zeros(1, dtype=torch.int64, device="cpu"),
             scores,
             [_detached(t) for t in masks],
@@ -288,15 +321,17 @@ def _backward_of(
         )
     else:
         dquery, dkey, dvalue, captured = gradients(call, inputs)
-        prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
+        if inputs.grad_entropy is None:
+            prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
     dcaptured = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
     return dquery, dkey, dvalue, *dcaptured
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a prepared call with autograd support; return out, LSE and row maxima or None.
+    """Run a prepared call with autograd support; return out, LSE, row maxima and entropies.
 
-    Autograd can differentiate out and LSE in query, key, value and the score's captured tensors.
+    Autograd can differentiate out, LSE and entropies in query, key, value and the score's captured
+    tensors. Maxima and entropies that the call does not return are None (or empty).
 
     Args:
         prepared: the prepared call.
@@ -317,7 +352,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
         refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)
-        out, lse, top, _ = torch.ops.attnkit.attention(
+        *intercepted, _ = torch.ops.attnkit.attention(
             query,
             key,
             value,
@@ -330,7 +365,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
             request_of(call),
             scale,
         )
-        return out, lse, top
+        return tuple(intercepted)
     if prepared.launches_check:
         prepared.guard.check()
     if prepared.attention is None:

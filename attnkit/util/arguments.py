@@ -58,25 +58,67 @@ class AuxRequest(NamedTuple):
     Attributes:
         lse: whether to return the log-sum-exp of each row (natural logarithm).
         max_scores: whether to return the largest score of each row, after `score_mod`.
+        max_logits: whether to return the largest score of each head, after `score_mod`.
+        entropy: whether to return the entropy of each row's softmax.
     """
 
     lse: bool = False
     max_scores: bool = False
+    max_logits: bool = False
+    entropy: bool = False
+
+    @property
+    def needs_row_maxima(self) -> bool:
+        """Return whether an output is made of the row maxima."""
+        return self.max_scores or self.max_logits
 
 
 class AuxOutput(NamedTuple):
     """Holds the auxiliary outputs of `flex_attention`; an output that was not requested is None.
 
-    Both have shape [B, Hq, Sq] and dtype float32 (float64 for float64 inputs).
+    All are float32 (float64 for float64 inputs).
 
     Attributes:
-        lse: log-sum-exp of each row, -inf (the sink, if there is one) for a fully masked row;
-            differentiable.
-        max_scores: largest score of each row, -inf for a fully masked row; not differentiable.
+        lse: [B, Hq, Sq], log-sum-exp of each row, -inf (the sink, if there is one) for a fully
+            masked row; differentiable.
+        max_scores: [B, Hq, Sq], largest score of each row, -inf for a fully masked row; not
+            differentiable. A sink is no score.
+        max_logits: [B, Hq], largest of a head's `max_scores`, -inf for a head without a kept score;
+            not differentiable. QK-Clip (Kimi K2) rescales the projections of query and key by it.
+        entropy: [B, Hq, Sq], entropy of each row's softmax in nats: LSE - sum(p * score), at least
+            0, and 0 for a fully masked row; differentiable. A sink counts as one more score.
     """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
+    max_logits: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @staticmethod
+    def of(
+        request: AuxRequest, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+    ) -> AuxOutput:
+        """Return the outputs that `request` selects.
+
+        Args:
+            request: the checked request.
+            lse: [B, Hq, Sq].
+            max_scores: [B, Hq, Sq]; None unless `request.needs_row_maxima`.
+            entropy: [B, Hq, Sq]; None unless `request.entropy`.
+        """
+        return AuxOutput(
+            lse if request.lse else None,
+            max_scores if request.max_scores else None,
+            _largest(max_scores) if request.max_logits and max_scores is not None else None,
+            entropy if request.entropy else None,
+        )
+
+
+def _largest(max_scores: Tensor) -> Tensor:
+    """Return the largest of each row [..., n]; -inf if n is 0."""
+    if not max_scores.shape[-1]:
+        return max_scores.new_full(max_scores.shape[:-1], -math.inf)
+    return max_scores.amax(-1)
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
@@ -320,6 +362,8 @@ def check_flag(name: str, flag: Any) -> bool:
 def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
     """Check `return_lse` and `return_aux`, and combine them into one `AuxRequest`.
 
+    PyTorch's AuxRequest, which has only the first two fields, is accepted too.
+
     Raises:
         OptionError: `return_lse` is not a bool, or both arguments are given.
         ArgumentError: `return_aux` is not an `AuxRequest`.
@@ -331,7 +375,8 @@ def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
         raise OptionError("return_lse and return_aux were both given; use return_aux alone")
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
         raise ArgumentError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
-    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
+    own = [bool(getattr(return_aux, name, False)) for name in AuxRequest._fields[2:]]
+    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores), *own)
 
 
 def check_options(

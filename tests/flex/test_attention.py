@@ -152,6 +152,8 @@ def test_calls_of_nothing_have_the_sink_in_their_lse(sizes: tuple[int, int, int]
     assert sink.grad.tolist() == [batch * q_len, 0]
     with pytest.raises(attnkit.ShapeError, match="sink"):
         flex.flex_attention(query, key, value, sink=sink[:1])
+    _, lse = flex.flex_attention(query, key, value, return_lse=True, normalization="softmax1")
+    assert torch.equal(lse, torch.zeros(rows))
 
 
 @pytest.mark.parametrize("read", [False, True])

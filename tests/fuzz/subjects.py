@@ -63,6 +63,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "return_aux": ("object",),
     "backend": TEXT,
     "sink": TENSOR,
+    "normalization": TEXT,
 }
 MASKED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mask_mod", "mod_fn", "mask", "function"), MASK),
@@ -106,6 +107,7 @@ def _flex_arguments() -> dict[str, Any]:
         "backend": "auto",
         "deterministic": False,
         "sink": torch.randn(2, requires_grad=True),
+        "normalization": "softmax",
     }
 
 

@@ -180,7 +180,8 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
 
     def seed(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
-            return change(query, key, value, runs, *real(query, key, value, runs, *a, **k))
+            *found, entropy = real(query, key, value, runs, *a, **k)
+            return *change(query, key, value, runs, *found), entropy
 
         _around(monkeypatch, cpu, "forward", wrong)
 
@@ -188,17 +189,17 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
 
 
 def _no_lse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any) -> Any:
-        return real(grad_out, None, *args)
+    def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any, **options: Any) -> Any:
+        return real(grad_out, None, *args, **options)
 
     _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(
-        real: Any, grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, *a: Any
+        real: Any, grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, *a: Any, **k: Any
     ) -> Any:
-        dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a)
+        dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a, **k)
         return dquery, dkey / 2 if key.shape[0] < query.shape[0] else dkey, dvalue
 
     _around(monkeypatch, cpu, "backward", wrong)

@@ -45,11 +45,12 @@ ATTENTION = (
     "(Tensor query, Tensor key, Tensor value, Tensor[]? score_tensors, Tensor[]? mask_tensors, "
     "Tensor[]? lists, SymInt[]? sizes, SymInt[]? ints, Tensor[]? floats, str request, "
     "float? scale) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
+    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor digest, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
+    "(Tensor grad_out, Tensor grad_lse, Tensor grad_entropy, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor lse, Tensor entropy, Tensor digest, "
+    "Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
     "SymInt[] sizes, SymInt[] ints, Tensor[] floats, str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
@@ -78,6 +79,7 @@ class Request:
         need_max: whether to return the row maxima.
         sink: whether the last of the score's tensors is an attention sink.
         float_scale: whether the last of the operator's floats is the softmax scale.
+        need_entropy: whether to return the entropies of the rows.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
             disk under a key that contains the text of the request, so a graph of another version is
             never used.
@@ -96,7 +98,8 @@ class Request:
     need_max: bool = False
     sink: bool = False
     float_scale: bool = False
-    signature: int = 4
+    need_entropy: bool = False
+    signature: int = 5
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -259,7 +262,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         scale=scale,
         enable_gqa=request.enable_gqa,
         kernel_options=request.kernel_options,
-        return_aux=AuxRequest(max_scores=request.need_max),
+        return_aux=AuxRequest(max_scores=request.need_max, entropy=request.need_entropy),
         backend=request.backend,
         deterministic=request.deterministic,
         sink=own.scores[-1] if request.sink else None,
@@ -318,20 +321,20 @@ def _checked_sizes(
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
 @torch.no_grad()
-def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     own = OperatorInputs.of(*arguments)
     kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
     if kernel_call is None:
         if in_forward_ad():  # inside of an operator nobody can tell whether a tensor has a tangent
             torch_ops.refuse_forward_mode()
         call = _prepared(own)
-        out, lse, top = torch_ops.run(call.prepared, call.inputs)
+        results = torch_ops.run(call.prepared, call.inputs)
         data = call.prepared.guard.digest()
     else:
-        out, lse, top = run_forward(kernel_call, own.forward)
+        results = run_forward(kernel_call, own.forward)
         data = 0
     digest = torch.tensor([data], dtype=torch.int64, device="cpu")
-    return out, lse, lse.new_empty(0) if top is None else top, digest
+    return *torch_ops.without_none(results), digest
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -339,11 +342,13 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
+    grad_entropy: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    entropy: Tensor,
     digest: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -352,14 +357,17 @@ def _attention_backward(
     grads = grad_out, grad_lse if grad_lse.numel() else None
     kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
     if kernel_call is not None:
-        inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad)
+        rows = (entropy, grad_entropy) if grad_entropy.numel() else None
+        inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad, rows)
         return torch_ops.gradients(kernel_call, inputs)
     call = _prepared(own)
     prepared, forward = call.prepared, call.inputs
     prepared.guard.check_digest(int(digest))
     if prepared.kernel_call.check is None:
         prepared.guard.check()
-    inputs = BackwardInputs.of(forward, (out, lse), grads, [needs_grad[i] for i in call.read])
+    rows = (entropy, grad_entropy) if grad_entropy.numel() else None
+    needed = [needs_grad[i] for i in call.read]
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needed, rows)
     dquery, dkey, dvalue, found = torch_ops.gradients(prepared.kernel_call, inputs)
     dscores = [  # the gradient of a tensor that is not read is zero
         torch.zeros_like(t) if need else query.new_empty(0)
@@ -370,57 +378,70 @@ def _attention_backward(
     return dquery, dkey, dvalue, dscores
 
 
+def _needed_outputs(request: str) -> tuple[bool, bool]:
+    """Return whether a request asks for row maxima, and for entropies of rows."""
+    needed = torch_ops.needed_outputs(request)
+    if needed is not None:
+        return needed
+    parsed = Request.parse(request)
+    return parsed.need_max, parsed.need_entropy
+
+
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     digest = torch.empty(1, dtype=torch.int64, device="cpu")
-    need_max = torch_ops.needs_max(rest[-2])
-    if need_max is None:
-        need_max = Request.parse(rest[-2]).need_max
-    return *torch_ops.fake_outputs(query, value, need_max), digest
+    outputs = torch_ops.fake_outputs(query, value, *_needed_outputs(rest[-2]))
+    return *outputs, digest
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    out, lse, _, *others = rest  # without the digest, which only this backward has
+def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    before, (_, *others) = arguments[:9], arguments[9:]  # without the digest of this backward alone
     gradients: tuple[Tensor, Tensor, Tensor, list[Tensor]] = torch_ops.fake_gradients(
-        grad_out, grad_lse, query, key, value, out, lse, *others
+        *before, *others
     )
     return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     own = OperatorInputs.of(*inputs)
-    out, lse, top, digest = output
-    ctx.mark_non_differentiable(top, digest)
+    out, lse, top, entropy, digest = output
+    needs_entropy = _needed_outputs(own.request)[1]
+    ctx.mark_non_differentiable(top, digest, *([] if needs_entropy else [entropy]))
     parts = own.scores, own.masks, own.lists, own.floats
-    ctx.save_for_backward(own.query, own.key, own.value, out, lse, digest, *itertools.chain(*parts))
+    rows = out, lse, entropy
+    ctx.save_for_backward(own.query, own.key, own.value, *rows, digest, *itertools.chain(*parts))
     ctx.counts = [len(part) for part in parts]
     ctx.options = list(own.sizes), list(own.ints), own.request, own.scale
     ctx.needs_grad = [t.requires_grad for t in own.scores]
     ctx.guard = None
-    if torch_ops.needs_max(own.request) is not None:
+    if torch_ops.needed_outputs(own.request) is not None:
         names = [f"t{i} of mask_mod" for i in range(len(own.masks))]
         ctx.guard = DataGuard([state_of(t) for t in own.masks], names)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    _: Tensor | None,
+    grad_entropy: Tensor | None,
+    __: Tensor | None,
 ) -> tuple[Any, ...]:
-    torch_ops.refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
+    grads = grad_out, grad_lse, grad_entropy
+    torch_ops.refuse_batched_gradients(g for g in grads if g is not None)
     # read once: with selective checkpointing torch allows no more
-    *saved, digest = itertools.islice(tensors := iter(ctx.saved_tensors), 6)
+    *saved, digest = itertools.islice(tensors := iter(ctx.saved_tensors), 7)
     scores, masks, lists, floats = (list(itertools.islice(tensors, n)) for n in ctx.counts)
     if ctx.guard is not None:
         ctx.guard.check_saved(scores, masks)
         ctx.guard.launch_backward()
     sizes, ints, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        *torch_ops.operator_tensors(grad_out, grad_lse, saved),
+        *torch_ops.operator_tensors(grads, saved),
         digest,
         scores,
         masks,
@@ -455,6 +476,7 @@ def request_of(
     deterministic: bool,
     need_max: bool,
     sink: bool,
+    need_entropy: bool,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -470,4 +492,5 @@ def request_of(
         deterministic,
         need_max,
         sink,
+        need_entropy=need_entropy,
     )

@@ -76,7 +76,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top, _ = operator(
+    out, lse, top, entropy, _ = operator(
         query,
         call.key,
         call.value,
@@ -92,11 +92,12 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         call.backend,
         call.enable_gqa,
         call.deterministic,
-        aux.max_scores,
+        aux.needs_row_maxima,
         call.sink is not None,
+        aux.entropy,
     )
     if call.return_aux is not None:
-        return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
+        return out, AuxOutput.of(aux, lse, top, entropy)
     return (out, lse) if aux.lse else out
 
 
