@@ -98,7 +98,13 @@ def test_no_spilled_registers() -> None:
     assert [s.stack for s in found.stats] == [0]
 
 
-@pytest.mark.parametrize("name", ["head", "number", "column", "row", "relative", "two"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("head", "column", "row", "relative", "two"),
+        pytest.param("number", marks=pytest.mark.exhaustive),  # summed as those of a head are
+    ],
+)
 def test_gradients_of_captured_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm100_pairs, "fewer_clocks", lambda *_: True)
     mod, captured = MODS[name]

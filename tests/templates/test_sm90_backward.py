@@ -19,7 +19,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -132,7 +132,9 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order() -> None:
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("name", ["head", "column", "row", "relative", "two"])
+@pytest.mark.parametrize(
+    "name", sampled([(name,) for name in ("head", "column", "row", "relative", "two")], 2)
+)
 def test_deterministic_bits_of_captured_gradients(name: str) -> None:
     first = ordered("emulate", "eager", 2, name=name)
     second = ordered("emulate", "adversarial", 3, name=name)
