@@ -10,7 +10,7 @@ from attnkit import masks, mods
 from attnkit.testing import check_variant
 
 LENGTH = 48
-CALLS = 5  # per variant; `attnkit check masks:name` draws more
+CALLS = 3  # per variant; `attnkit check masks:name` draws more
 
 MASKS = masks.examples(LENGTH)
 MODS = mods.examples(LENGTH, requires_grad=True)
