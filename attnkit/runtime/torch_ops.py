@@ -222,7 +222,8 @@ def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
     _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
-    saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    tensors = ctx.saved_tensors  # selective checkpointing lets them be read once
+    saved, lists = tensors[:5], tensors[5:]
     scores, masks = ctx.counts
     score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
     ctx.guard.check_saved(score_tensors, mask_tensors)

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import attnkit
 from attnkit import flex_attention, masks
@@ -98,6 +102,30 @@ def test_checkpointing(backend: str, reentrant: bool) -> None:
         out.backward(grad)
         found.append((out, *(t.grad for t in fresh)))
     assert same(*found)
+
+
+def test_selective_checkpointing(backend: str) -> None:
+    """The result of the operator is kept by its name, and attention does not run again."""
+    call, made = attention(backend), inputs()
+    runs: list[bool] = []
+
+    def policy(context: Any, function: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        if function is torch.ops.attnkit.forward.default:
+            runs.append(context.is_recompute)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(*qkv: Tensor) -> Tensor:
+        return call(*(t.sin() for t in qkv)).cos()
+
+    def selective(*qkv: Tensor) -> Any:
+        contexts = lambda: create_selective_checkpoint_contexts(policy)
+        return checkpoint(layer, *qkv, use_reentrant=False, context_fn=contexts)
+
+    expected = torch.autograd.grad(layer(*made).sum(), made)
+    for _ in range(3):  # the first call, and repeated ones
+        assert same(torch.autograd.grad(selective(*made).sum(), made), expected)
+    assert runs == [False] * 3
 
 
 def test_gradients_accumulate(backend: str) -> None:

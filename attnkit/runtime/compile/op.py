@@ -327,8 +327,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradient(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Any, ...]:
-    *saved, digest = ctx.saved_tensors[:6]
-    tensors = ctx.saved_tensors[6:]
+    every = ctx.saved_tensors  # selective checkpointing lets them be read once
+    (*saved, digest), tensors = every[:6], every[6:]
     scores, masks = ctx.counts
     lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
     sizes, request, scale = ctx.options
