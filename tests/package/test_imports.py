@@ -66,6 +66,8 @@ def test_integrations_import_no_other_library() -> None:
     assert "transformers" not in loaded
     loaded = _modules_after("import attnkit.integrations.diffusers")
     assert not {"diffusers", "torch._dynamo"} & set(loaded)
+    loaded = _modules_after("import attnkit.integrations.torchtitan")
+    assert not {"torchtitan", "torch._dynamo"} & set(loaded)
     loaded = _modules_after(
         "import attnkit.integrations.flash_attn, attnkit.integrations.torch_attention"
     )
