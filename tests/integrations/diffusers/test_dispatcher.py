@@ -57,7 +57,7 @@ def dense(
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(torch.ones_like(scores).tril() == 0, -torch.inf)
     if mask is not None:
         if mask.shape == (q.shape[0], k.shape[2]):
             mask = mask[:, None, None]
