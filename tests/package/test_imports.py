@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("mods", "masks", "templates")
 
-# Modules that need the DSL are skipped where it cannot be installed.
+# Modules that need the DSL or torchtitan are skipped where these are not installed.
 IMPORT_ALL = """
 import importlib, pkgutil, attnkit
 for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
@@ -20,7 +20,7 @@ for module in pkgutil.walk_packages(attnkit.__path__, "attnkit."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "cutlass":
+            if error.name not in ("cutlass", "spmd_types", "torchtitan"):
                 raise
 """
 
@@ -61,10 +61,11 @@ def test_import_attnkit_leaves_heavy_libraries_alone(loaded: dict[str, str], lib
 
 
 def test_integrations_import_no_other_library() -> None:
-    names = ("transformers", "flash_attn", "torch_attention")
+    names = ("transformers", "flash_attn", "torch_attention", "diffusers", "torchtitan")
     loaded = _modules_after("".join(f"import attnkit.integrations.{name}\n" for name in names))
     assert {f"attnkit.integrations.{name}" for name in names} <= set(loaded)
-    others = {"transformers", "flash_attn", "torch.nn.attention.varlen", "torch._dynamo"}
+    others = {"transformers", "flash_attn", "diffusers", "torchtitan"}
+    others |= {"torch.nn.attention.varlen", "torch._dynamo"}
     assert not others & set(loaded)
 
 
