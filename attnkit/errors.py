@@ -1,9 +1,9 @@
 """Define the exception classes that attnkit raises.
 
 Each class also derives from the matching builtin exceptions, so `except TypeError` keeps working.
-Where PyTorch's FlexAttention raises another builtin exception for the same mistake, the class derives
-from that one too, so that code written for PyTorch catches it.
-A message names the argument, its value, the expected value and what to do.
+Where PyTorch's FlexAttention raises another builtin exception for the same mistake, the class
+derives from that one too, so that code written for PyTorch catches it. A message names the
+argument, its value, the expected value and what to do.
 """
 
 from __future__ import annotations

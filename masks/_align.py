@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from attnkit import ArgumentError, Axes, OptionError
-from attnkit.masks._check import per_batch, text, whole
+from attnkit.masks._check import number_text, per_batch, text, whole
 
 Align: TypeAlias = Literal["top-left", "bottom-right"]
 Index: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
     whole("q_len", q_len, least=1)
     if isinstance(kv_len, Tensor):
         lengths = per_batch("kv_len", kv_len)
-        arguments = ('"bottom-right"', f"q_len={q_len}", "kv_len=[B]")
+        arguments = ('"bottom-right"', f"q_len={number_text(q_len)}", "kv_len=[B]")
         return Alignment(
             lambda b, q: q + (lengths[b] - q_len),
             lambda b, kv: kv < lengths[b],
@@ -68,7 +68,7 @@ def aligned(align: Align, q_len: int | None, kv_len: int | Tensor | None) -> Ali
             (Axes("kv_len", lengths, "b"),),
         )
     offset = whole("kv_len", kv_len, least=1) - q_len
-    arguments = ('"bottom-right"', f"q_len={q_len}", f"kv_len={kv_len}")
+    arguments = ('"bottom-right"', f"q_len={number_text(q_len)}", f"kv_len={number_text(kv_len)}")
     return Alignment(lambda b, q: q + offset, _exists, False, (q_len, kv_len), arguments)
 
 

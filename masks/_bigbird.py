@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask, picklable
-from attnkit.masks._check import int_tensor, shape_text, whole
+from attnkit.masks._check import int_tensor, number_text, shape_text, whole
 from attnkit.masks._topk_blocks import blocks_mask
 
 
@@ -57,5 +57,5 @@ def bigbird(
         near = (row - column <= window_blocks) & (column - row <= window_blocks)
         return near | (row < global_blocks) | (column < global_blocks)
 
-    label = f"bigbird({shape_text(random_blocks)}, {block})"
+    label = f"bigbird({shape_text(random_blocks)}, {number_text(block)})"
     return Mask(random | Mask(keep, frame="common"), label)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask, picklable
-from attnkit.masks._check import whole
+from attnkit.masks._check import number_text, whole
 
 
 @picklable
@@ -36,5 +36,5 @@ def block_diagonal(size: int, kv_size: int | None = None) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q // size == kv // columns
 
-    arguments = f"{size}" if kv_size is None else f"{size}, {kv_size}"
+    arguments = ", ".join(number_text(n) for n in (size, kv_size) if n is not None)
     return Mask(keep, f"block_diagonal({arguments})", frame="common")

@@ -143,6 +143,11 @@ def int_tensor(name: str, value: Any, shapes: str, ranks: Sequence[int]) -> Tens
     return checked
 
 
+def number_text(value: float) -> str:
+    """Return a number as text for a label; "..." in torch.compile, where it may be symbolic."""
+    return "..." if torch.compiler.is_dynamo_compiling() else str(value)
+
+
 def shape_text(value: Tensor) -> str:
     """Return a tensor's shape as text; "[...]" in torch.compile, where lengths are symbolic."""
     return "[...]" if torch.compiler.is_dynamo_compiling() else str(list(value.shape))
@@ -177,8 +182,6 @@ def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 
 def total_length(name: str, lengths: Tensor) -> int:
     """Return the sum of nonnegative lengths; raise if it is larger than 2**31 - 1."""
-    if torch.compiler.is_dynamo_compiling():
-        return int(lengths.sum())
     total = float(lengths.double().sum())  # a sum of int64 may wrap
     if total > INT_MAX:
         raise OptionError(f"{name} must sum to at most {INT_MAX}, got {total:.0f}")

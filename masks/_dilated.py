@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnkit import Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
-from attnkit.masks._check import whole
+from attnkit.masks._check import number_text, whole
 
 
 @picklable
@@ -67,6 +67,6 @@ def dilated(
         return keep(b, h, q, kv) & exists(b, kv)
 
     sizes = (left, dilation) if right == 0 else (left, dilation, right)
-    label = f"dilated({', '.join((*map(str, sizes), *keyword_arguments(at.arguments)))})"
+    label = f"dilated({', '.join((*map(number_text, sizes), *keyword_arguments(at.arguments)))})"
     chosen = keep_existing if at.padded and right else keep
     return Mask(chosen, label, lengths=at.lengths, axes=at.axes, frame="common")

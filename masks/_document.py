@@ -10,17 +10,8 @@ from torch import Tensor
 
 from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
 from attnkit.masks._align import Align, check_align
-from attnkit.masks._check import (
-    INT_MAX,
-    at_least,
-    flag,
-    has_data,
-    int_tensor,
-    needs_data,
-    shape_text,
-    total_length,
-    whole,
-)
+from attnkit.masks._check import INT_MAX, flag, has_data, int_tensor, number_text, shape_text, whole
+from attnkit.masks._tables import document_ids, document_lengths, exact_lengths, readable
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -90,7 +81,11 @@ def document(
         own = q_doc[b, q] if leading else q_doc[q]
         return keep(b, h, q, kv) & (own != padding)
 
-    return Mask(keep_documents, f"document({_shown(q_doc, kv_ids)}, padding={padding})", axes=axes)
+    return Mask(
+        keep_documents,
+        f"document({_shown(q_doc, kv_ids)}, padding={number_text(padding)})",
+        axes=axes,
+    )
 
 
 @picklable("lengths", "kv_lengths")
@@ -129,13 +124,11 @@ def document_from_lengths(
             [0, 1, 1, 1],
             [0, 1, 1, 1]], dtype=torch.int32)
     """
-    _document_lengths("lengths", lengths)
-    q_doc = _from_lengths("lengths", lengths)
-    if total is not None and whole("total", total, least=1) != q_doc.numel():
-        raise OptionError(f"lengths must sum to total = {total}, got {q_doc.numel()}")
+    readable("lengths", int_tensor("lengths", lengths, "[N]", (1,)))
     if kv_lengths is not None:
-        _document_lengths("kv_lengths", kv_lengths)
+        readable("kv_lengths", int_tensor("kv_lengths", kv_lengths, "[N]", (1,)))
         _same_count("lengths", lengths, "kv_lengths", kv_lengths)
+    q_doc = document_ids("lengths", lengths, _total(total), "sum to")
     label = f"document_from_lengths({_shown(lengths, kv_lengths)})"
     return _packed(label, q_doc, lengths, ("kv_lengths", kv_lengths), within, align)
 
@@ -182,9 +175,7 @@ def document_from_cu_seqlens(
             [0, 0, 1]], dtype=torch.int32)
     """
     lengths = _differences("cu_seqlens", cu_seqlens)
-    q_doc = _from_lengths("cu_seqlens", lengths)
-    if total is not None and whole("total", total, least=1) != q_doc.numel():
-        raise OptionError(f"cu_seqlens must end with total = {total}, got {q_doc.numel()}")
+    q_doc = document_ids("cu_seqlens", lengths, _total(total), "end with")
     kv_lengths = None
     if kv_cu_seqlens is not None:
         kv_lengths = _differences("kv_cu_seqlens", kv_cu_seqlens)
@@ -212,14 +203,15 @@ def _packed(
         within, align: the arguments of the caller.
     """
     name, kv_lengths = keys
-    kv_doc = q_doc if kv_lengths is None else _from_lengths(name, kv_lengths)
-    sizes = len(q_doc), len(kv_doc)
+    ends = "end with" if name == "kv_cu_seqlens" else "sum to"
+    kv_doc = q_doc if kv_lengths is None else document_ids(name, kv_lengths, None, ends)
+    sizes, exact = exact_lengths(label, q_doc.shape[0], kv_doc.shape[0])
     apart = kv_lengths is not None and _start_apart(lengths, kv_lengths)
     frame: Literal["", "separate"] = "separate" if apart else ""
     if within is None:
         if align is not None:
             raise ArgumentError("align has a meaning with within=... only, got no within")
-        return Mask(_same(q_doc, kv_doc), label, lengths=sizes, frame=frame)
+        return Mask(_same(q_doc, kv_doc), label, lengths=sizes, axes=exact, frame=frame)
     inner = _inner(within)
     check_align("top-left" if align is None else align)
     own = lengths.long()
@@ -227,7 +219,7 @@ def _packed(
     # int32 tables by query: start and end of the document's keys, and the query's position in them
     start = (counts.cumsum(0) - counts)[q_doc].int()
     end = counts.cumsum(0)[q_doc].int()
-    place = torch.arange(sizes[0], device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
+    place = torch.arange(q_doc.shape[0], device=q_doc.device) - (own.cumsum(0) - own)[q_doc]
     if align == "bottom-right":
         place = place + (counts - own)[q_doc]
     place = place.int()
@@ -237,9 +229,13 @@ def _packed(
         here: Tensor = inner(b, h, place[q], kv - first)
         return (kv >= first) & (kv < end[q]) & here
 
-    axes = [table.without("q", "kv") for table in inner.axes]
+    axes = [*exact, *(table.without("q", "kv") for table in inner.axes)]
     shown = f"{label[:-1]}, within={inner.label}" + (f", align={align!r})" if align else ")")
     return Mask(keep, shown, lengths=sizes, axes=axes, frame=frame)
+
+
+def _total(total: Any) -> int | None:
+    return None if total is None else whole("total", total, least=1)
 
 
 def _inner(within: Any) -> Mask:
@@ -271,10 +267,6 @@ def _check_padding(padding: Any, *ids: Tensor) -> None:
         whole("padding", padding, least=max(limits.min, -(2**31)), most=min(limits.max, INT_MAX))
 
 
-def _document_lengths(name: str, lengths: Tensor) -> None:
-    at_least(name, int_tensor(name, lengths, "[N]", (1,)), 0)
-
-
 def _same(q_doc: Tensor, kv_doc: Tensor) -> MaskMod:
     if q_doc.ndim == 1:
 
@@ -296,31 +288,11 @@ def _ids(name: str, ids: Tensor, sorted_ids: bool) -> Tensor:
     return checked
 
 
-def _from_lengths(name: str, lengths: Tensor) -> Tensor:
-    """Return the document index of each position, int32 [sum of lengths]."""
-    total_length(name, needs_data(name, lengths))
-    documents = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-    ids = documents.repeat_interleave(lengths.long())
-    if len(ids) == 0:
-        raise OptionError(f"{name} must hold one document that is not empty, got zeros only")
-    return ids
-
-
 def _differences(name: str, cu_seqlens: Tensor) -> Tensor:
-    ends = needs_data(name, int_tensor(name, cu_seqlens, "[N + 1]", (1,))).long()
+    ends = readable(name, int_tensor(name, cu_seqlens, "[N + 1]", (1,)))
     if len(ends) < 2:
         raise ShapeError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(ends.shape)}")
-    lengths = ends.diff()
-    first, shortest = torch.stack((ends[0], lengths.amin())).tolist()
-    if first != 0:
-        raise OptionError(f"{name} must begin with 0, got {first}")
-    if shortest < 0:
-        at = int(lengths.argmin())
-        raise OptionError(
-            f"{name} must not decrease, or documents would overlap; entry {at + 1} is "
-            f"{int(ends[at + 1])} after {int(ends[at])}"
-        )
-    return lengths
+    return document_lengths(name, ends)
 
 
 def _same_count(name: str, value: Tensor, other_name: str, other: Tensor) -> None:

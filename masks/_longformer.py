@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Axes, Mask, picklable
-from attnkit.masks._check import bool_tensor, shape_text, whole
+from attnkit.masks._check import bool_tensor, number_text, shape_text, whole
 
 
 @picklable
@@ -46,10 +46,12 @@ def longformer(window: int, global_tokens: int | Tensor) -> Mask:
             near = (q - kv <= window) & (kv - q <= window)
             return near | (q < global_tokens) | (kv < global_tokens)
 
-        return Mask(keep, f"longformer({window}, {global_tokens})", frame="common")
+        return Mask(
+            keep, f"longformer({number_text(window)}, {number_text(global_tokens)})", frame="common"
+        )
 
     is_global = bool_tensor("global_tokens", global_tokens, "[S] or [B, S]", (1, 2))
-    label = f"longformer({window}, {shape_text(is_global)})"
+    label = f"longformer({number_text(window)}, {shape_text(is_global)})"
     if is_global.ndim == 1:
 
         def keep_marked(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
-from attnkit.masks._check import (
-    INT_MAX,
-    at_least,
-    extent,
-    int_tensor,
-    needs_data,
-    per_batch,
-    shape_text,
-    whole,
-)
+from attnkit.masks._check import INT_MAX, int_tensor, number_text, per_batch, shape_text, whole
+from attnkit.masks._tables import logical_pages, readable
 
 
 @picklable("page_table")
@@ -72,7 +63,8 @@ def paged(
     whole("pages", pages, least=1)
     if pages * page_size > INT_MAX:
         raise OptionError(f"pages * page_size must be at most {INT_MAX}, got {pages * page_size}")
-    logical_page = _inverse(page_table, pages)
+    readable("page_table", int_tensor("page_table", page_table, "[B, P]", (2,)))
+    logical_page = logical_pages(page_table, pages)
     name = mask.label if isinstance(mask, Mask) else getattr(mask, "__name__", "mask")
     sizes = _lengths(mask, name, page_table.shape[1] * page_size, pages * page_size, lengths)
     inner = mask if isinstance(mask, Mask) else None
@@ -80,7 +72,9 @@ def paged(
     axes = [Axes("page_table", tuple(page_table.shape), "b", None)]
     axes += [table.without("kv") for table in inner.axes] if inner is not None else []
     frame = "" if inner is None else inner.frame
-    label = f"paged({name}, {shape_text(page_table)}, {page_size}, {pages})"
+    label = (
+        f"paged({name}, {shape_text(page_table)}, {number_text(page_size)}, {number_text(pages)})"
+    )
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         page = logical_page[b, kv // page_size]
@@ -117,20 +111,3 @@ def _lengths(
             "keys; give lengths, or build the mask for that length"
         )
     return mask.lengths.q, pool
-
-
-def _inverse(page_table: Tensor, pages: int) -> Tensor:
-    """Return the inverse of `page_table`: int32 [B, pages], physical page -> logical page or -1."""
-    table = needs_data("page_table", int_tensor("page_table", page_table, "[B, P]", (2,))).long()
-    at_least("page_table", table, -1)
-    if extent(table)[1] >= pages:
-        raise OptionError(
-            f"page_table must hold pages below pages = {pages}, got {extent(table)[1]}"
-        )
-    row, logical = (table >= 0).nonzero(as_tuple=True)
-    physical = table[row, logical]
-    if len((row * pages + physical).unique()) != len(physical):
-        raise OptionError("page_table must hold distinct pages in each row, got one page twice")
-    logical_page = torch.full((len(table), pages), -1, dtype=torch.int32, device=table.device)
-    logical_page[row, physical] = logical.int()
-    return logical_page

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attnkit import Axes, Mask, picklable
 from attnkit.masks._causal import causal
-from attnkit.masks._check import per_batch, whole
+from attnkit.masks._check import number_text, per_batch, whole
 
 
 @picklable
@@ -40,7 +40,7 @@ def prefix(length: int | Tensor) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return kv < length
 
-    return Mask(keep, f"prefix({length})")
+    return Mask(keep, f"prefix({number_text(length)})")
 
 
 @picklable

@@ -5,16 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Mask, OptionError, ShapeError, picklable
-from attnkit.masks._check import (
-    at_least,
-    int_tensor,
-    needs_data,
-    same_device,
-    shape_text,
-    total_length,
-    whole,
-)
+from attnkit import ArgumentError, Mask, ShapeError, picklable
+from attnkit.masks._check import at_least, int_tensor, number_text, same_device, shape_text, whole
+from attnkit.masks._tables import document_ids, exact_lengths, readable
 
 
 @picklable("prefixes", "suffixes")
@@ -48,40 +41,37 @@ def shared_prefix(prefixes: int | Tensor, suffixes: Tensor) -> Mask:
             [1, 1, 0, 0, 1]], dtype=torch.int32)
     """
     lengths = _lengths(prefixes, suffixes)
-    if total_length("prefixes and suffixes", lengths) == 0:
-        raise OptionError("prefixes and suffixes must hold a length above 0, got zeros only")
     groups, width = lengths.shape
-    parts = torch.arange(groups * width, dtype=torch.int32, device=lengths.device)
-    part = parts.repeat_interleave(lengths.flatten())
-    total = (len(part), len(part))
+    part = document_ids("prefixes and suffixes", lengths.flatten(), None, "sum to")
     # part = group * width + (0 for the prefix, i for suffix i)
     is_prefix = part % width == 0
     label = f"shared_prefix({_shown(prefixes)}, {shape_text(suffixes)})"
+    total, exact = exact_lengths(label, part.shape[0], part.shape[0])
     if groups == 1:
         length = int(lengths[0, 0])
 
         def keep_one(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return (kv <= q) & ((kv < length) | (part[q] == part[kv]))
 
-        return Mask(keep_one, label, lengths=total)
+        return Mask(keep_one, label, lengths=total, axes=exact)
     group = part // width
 
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q) & (group[q] == group[kv]) & (is_prefix[kv] | (part[q] == part[kv]))
 
-    return Mask(keep, label, lengths=total)
+    return Mask(keep, label, lengths=total, axes=exact)
 
 
 def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
     """Return the lengths of the prefix and the suffixes of each group, int64 [G, 1 + N]."""
-    needs_data("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)))
+    readable("suffixes", int_tensor("suffixes", suffixes, "[N] or [G, N]", (1, 2)))
     at_least("suffixes", suffixes, 0)
     if not isinstance(prefixes, Tensor):
         if suffixes.ndim != 1:
             raise ArgumentError("prefixes must be int [G] where suffixes is [G, N], got an int")
         first = suffixes.new_tensor([[whole("prefixes", prefixes)]], dtype=torch.int64)
         return torch.cat((first, suffixes.long()[None]), dim=1)
-    at_least("prefixes", needs_data("prefixes", int_tensor("prefixes", prefixes, "[G]", (1,))), 0)
+    at_least("prefixes", readable("prefixes", int_tensor("prefixes", prefixes, "[G]", (1,))), 0)
     same_device("prefixes", prefixes, "suffixes", suffixes)
     if suffixes.ndim != 2 or len(suffixes) != len(prefixes):
         raise ShapeError(
@@ -92,4 +82,4 @@ def _lengths(prefixes: int | Tensor, suffixes: Tensor) -> Tensor:
 
 
 def _shown(prefixes: int | Tensor) -> str:
-    return shape_text(prefixes) if isinstance(prefixes, Tensor) else str(prefixes)
+    return shape_text(prefixes) if isinstance(prefixes, Tensor) else number_text(prefixes)

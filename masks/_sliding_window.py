@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnkit import ArgumentError, Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
-from attnkit.masks._check import keys_before, limit
+from attnkit.masks._check import keys_before, limit, number_text
 
 
 @picklable
@@ -73,7 +73,9 @@ def sliding_window(
     def keep_existing(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return keep(b, h, q, kv) & exists(b, kv)
 
-    given = (str(before),) if after == 0 else (str(before), str(after))
-    label = f"sliding_window({', '.join(given + keyword_arguments(aligned_at.arguments))})"
+    given = [str(before) if before is None else number_text(before)]
+    if after != 0:
+        given.append(str(after) if after is None else number_text(after))
+    label = f"sliding_window({', '.join([*given, *keyword_arguments(aligned_at.arguments)])})"
     chosen = keep_existing if aligned_at.padded and after != 0 else keep
     return Mask(chosen, label, lengths=aligned_at.lengths, axes=aligned_at.axes, frame="common")

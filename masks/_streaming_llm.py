@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnkit import Mask, picklable
 from attnkit.masks._align import Align, aligned, keyword_arguments
-from attnkit.masks._check import keys_before, whole
+from attnkit.masks._check import keys_before, number_text, whole
 
 
 @picklable
@@ -64,6 +64,6 @@ def streaming_llm(
         at = position(b, q)
         return (kv <= at) & ((at - kv <= before) | (kv < sinks))
 
-    arguments = (str(before), str(sinks), *keyword_arguments(aligned_at.arguments))
+    arguments = (number_text(before), number_text(sinks), *keyword_arguments(aligned_at.arguments))
     label = f"streaming_llm({', '.join(arguments)})"
     return Mask(keep, label, lengths=aligned_at.lengths, axes=aligned_at.axes, frame="common")

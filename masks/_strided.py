@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnkit import Mask, picklable
-from attnkit.masks._check import whole
+from attnkit.masks._check import number_text, whole
 
 
 @picklable
@@ -41,7 +41,7 @@ def strided(stride: int) -> Mask:
         distance = q - kv
         return (distance >= 0) & ((distance <= stride) | (distance % stride == 0))
 
-    return Mask(keep, f"strided({stride})", frame="common")
+    return Mask(keep, f"strided({number_text(stride)})", frame="common")
 
 
 @picklable
@@ -79,4 +79,4 @@ def fixed(block: int, summary: int = 1) -> Mask:
     def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv <= q) & ((q // block == kv // block) | (kv % block >= first))
 
-    return Mask(keep, f"fixed({block}, {summary})", frame="common")
+    return Mask(keep, f"fixed({number_text(block)}, {number_text(summary)})", frame="common")

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
-from attnkit import Axes, Mask, OptionError, picklable
+from attnkit import Axes, Mask, picklable
 from attnkit.masks._check import (
     bool_tensor,
     int_tensor,
-    needs_data,
     per_batch,
     shape_text,
     text,
     whole,
 )
+from attnkit.masks._tables import readable, tree_walks
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -55,15 +54,8 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> Mask:
             [1, 1, 1, 0, 1, 0],
             [1, 1, 1, 1, 0, 1]], dtype=torch.int32)
     """
-    needs_data("parents", int_tensor("parents", parents, "[N] or [B, N]", (1, 2)))
-    rows = parents.reshape(-1, parents.shape[-1]).tolist()
-    walks = [_preorder(row) for row in rows]
-    first, last = (
-        torch.tensor([walk[i] for walk in walks], dtype=torch.int32, device=parents.device)
-        .reshape(parents.shape)
-        .contiguous()
-        for i in (0, 1)
-    )
+    readable("parents", int_tensor("parents", parents, "[N] or [B, N]", (1, 2)))
+    first, last = tree_walks(parents).unbind()
     label = f"tree({shape_text(parents)}, context={_shown(context)})"
 
     if parents.ndim == 1:
@@ -121,26 +113,6 @@ def tree_from_table(table: Tensor, context: int | Tensor = 0) -> Mask:
 
     axes = [Axes("table", table, "b", None, None)]
     return _after_context(keep_batched, context, (table.shape[-2], table.shape[-1]), label, axes)
-
-
-def _preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return each node's index in a preorder walk, and the end of its subtree's indices."""
-    size = [1] * len(parents)
-    for node in reversed(range(len(parents))):
-        parent = parents[node]
-        if not -1 <= parent < node:
-            raise OptionError(
-                f"parents[{node}] must be -1 or stand before its child ({node}), got {parent}"
-            )
-        if parent >= 0:
-            size[parent] += size[node]
-    first = [0] * len(parents)
-    free = [0] * (len(parents) + 1)  # next index below each node; the last entry is for roots
-    for node, parent in enumerate(parents):
-        first[node] = free[parent]
-        free[parent] += size[node]
-        free[node] = first[node] + 1
-    return first, [place + count for place, count in zip(first, size, strict=True)]
 
 
 def _after_context(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ScoreMod, picklable
-from attnkit.mods._check import number
+from attnkit.mods._check import number, number_text
 
 
 @picklable
@@ -40,7 +40,7 @@ def log_sigmoid(bias: float = 0.0) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(score + shift)
 
-    return ScoreMod(score_mod, f"log_sigmoid({bias})")
+    return ScoreMod(score_mod, f"log_sigmoid({number_text(bias)})")
 
 
 @picklable
@@ -73,4 +73,4 @@ def log_relu(power: float = 2.0) -> ScoreMod:
         safe = torch.where(positive, score, 1.0)
         return torch.where(positive, exponent * torch.log(safe), -math.inf)
 
-    return ScoreMod(score_mod, f"log_relu({power})")
+    return ScoreMod(score_mod, f"log_relu({number_text(power)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +61,7 @@ def number(name: str, value: Any, *, positive: bool = False) -> float:
         raise ArgumentError(f"{name} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > 1000:
         raise OptionError(f"{name} must be finite as a float, got {int_text(value)}")
-    if not math.isfinite(value):
+    if value - value != 0:  # torch.compile knows no math.isfinite of a changing number
         raise OptionError(f"{name} must be finite, got {value}")
     if positive and value <= 0:
         raise OptionError(f"{name} must be greater than 0, got {value}")
@@ -117,6 +116,11 @@ def extent(value: Tensor) -> tuple[int, int] | None:
         return None
     low, high = torch.stack(torch.aminmax(value)).tolist()
     return int(low), int(high)
+
+
+def number_text(value: float) -> str:
+    """Return a number as text for a label; "..." in torch.compile, where it may be symbolic."""
+    return "..." if torch.compiler.is_dynamo_compiling() else str(value)
 
 
 def shape_text(value: Tensor) -> str:

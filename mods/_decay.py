@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Axes, ScoreMod, ShapeError, picklable
-from attnkit.mods._check import number, shape_text, table
+from attnkit.mods._check import number, number_text, shape_text, table
 
 
 @picklable
@@ -39,7 +39,7 @@ def distance_decay(rate: Tensor, power: float = 1.0) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score - rate[h] * (q - kv).abs().float() ** exponent
 
-    label = f"distance_decay({shape_text(rate)}, {power})"
+    label = f"distance_decay({shape_text(rate)}, {number_text(power)})"
     return ScoreMod(score_mod, label, axes=[Axes("rate", rate, "h")])
 
 

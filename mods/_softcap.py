@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnkit import ScoreMod, picklable
-from attnkit.mods._check import number
+from attnkit.mods._check import number, number_text
 
 
 @picklable
@@ -36,4 +36,4 @@ def softcap(cap: float) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
-    return ScoreMod(score_mod, f"softcap({cap})")
+    return ScoreMod(score_mod, f"softcap({number_text(cap)})")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit import Axes, OptionError, ScoreMod, picklable
-from attnkit.mods._check import extent, int_tensor, shape_text, table, whole
+from attnkit.mods._check import extent, int_tensor, number_text, shape_text, table, whole
 
 
 @picklable
@@ -41,7 +41,7 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return score * (torch.log((q + 1).float()) * unit).clamp(min=1.0)
 
-        return ScoreMod(score_mod, f"log_length({trained})")
+        return ScoreMod(score_mod, f"log_length({number_text(trained)})")
     if isinstance(length, Tensor):
         lengths = _lengths(length)
 
@@ -49,13 +49,13 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
             return score * (torch.log(lengths[b].float()) * unit).clamp(min=1.0)
 
         axes = [Axes("length", lengths, "b")]
-        return ScoreMod(of_batch, f"log_length({trained}, [B])", axes=axes)
+        return ScoreMod(of_batch, f"log_length({number_text(trained)}, [B])", axes=axes)
     factor = max(1.0, math.log(whole("length", length, 1)) * unit)
 
     def constant(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * factor
 
-    return ScoreMod(constant, f"log_length({trained}, {length})")
+    return ScoreMod(constant, f"log_length({number_text(trained)}, {number_text(length)})")
 
 
 @picklable
@@ -104,7 +104,7 @@ def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> Score
     def constant(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score * (scale[h] * factor)
 
-    return ScoreMod(constant, f"{label}, {length})", axes=[by_head])
+    return ScoreMod(constant, f"{label}, {number_text(length)})", axes=[by_head])
 
 
 def _lengths(length: Tensor) -> Tensor:

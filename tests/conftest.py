@@ -6,6 +6,7 @@ that need a GPU or the libraries of the CuTe DSL.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -85,6 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch.cuda sees none")
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often: modules, tests and graphs of the DSL live long, and are many."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,4 +21,22 @@ def sampled(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
     return [
         pytest.param(*case, marks=() if i % every == 0 else pytest.mark.exhaustive)
         for i, case in enumerate(cases)
+    ]
+
+
+def crossed(*lists: Sequence[Any]) -> list[Any]:
+    """Return the product of `lists` as parameters of a test, most of them marked `exhaustive`.
+
+    The sample is a diagonal of the product: it has every entry of every list, as few times as
+    possible.
+    """
+    places = list(product(*(range(len(entries)) for entries in lists)))
+    longest = max(len(entries) for entries in lists)
+    diagonal = {tuple(i % len(entries) for entries in lists) for i in range(longest)}
+    return [
+        pytest.param(
+            *(entries[i] for entries, i in zip(lists, place, strict=True)),
+            marks=() if place in diagonal else pytest.mark.exhaustive,
+        )
+        for place in places
     ]

@@ -64,11 +64,11 @@ def axes(expression: Node) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def distance_tables(score: Node) -> DistanceTables | None:
-    """Replace the expressions of q - kv that are dear by loads from tables.
+    """Replace expensive expressions of q - kv by loads from tables.
 
-    Dear are loads that read one element for several distances, as T5's buckets, because their
-    gradients are summed score by score, and expressions of many instructions. Terms that are added
-    to the score and load anything by distance become one table together.
+    Two kinds are expensive: expressions of many instructions, and loads that read one element for
+    several distances, such as T5's buckets, because their gradients would be summed score by score.
+    Terms that are added to the score and load anything by distance become one table together.
 
     Args:
         score: the score_mod.
@@ -83,7 +83,7 @@ def distance_tables(score: Node) -> DistanceTables | None:
         expressions.append(added)
     if rest is not None:
         relative = hoisted([rest])[Level.RELATIVE]
-        expressions += [n for n in relative if n.type == F32 and _is_dear(n)]
+        expressions += [n for n in relative if n.type == F32 and _is_expensive(n)]
     if not expressions:
         return None
     expressions = list(dict.fromkeys(expressions))
@@ -98,20 +98,20 @@ def distance_tables(score: Node) -> DistanceTables | None:
 
 
 def _split(score: Node) -> tuple[Node | None, Node | None]:
-    """Split a score_mod into two terms: the second is to be a table.
+    """Split a score_mod into two terms, the second of which becomes a table.
 
-    Either is None if it has no part. The parts keep their order, so that equal score_mods give
+    A term is None if it has no part. The parts keep their order, so that equal score_mods give
     equal results.
     """
     every = list(terms(score))
     relative = [t for t in every if level_of(t) is Level.RELATIVE]
-    if not any(map(_is_dear, relative)):
+    if not any(map(_is_expensive, relative)):
         return score, None
-    tabled = [t for t in relative if _is_dear(t) or any(_relative_loads(t))]
+    tabled = [t for t in relative if _is_expensive(t) or any(_relative_loads(t))]
     return sum_of([t for t in every if t not in tabled]), sum_of(tabled)
 
 
-def _is_dear(n: Node) -> bool:
+def _is_expensive(n: Node) -> bool:
     """Return whether a relative expression is better evaluated once per distance."""
     return any(map(index_repeats, _relative_loads(n))) or instructions(n) >= _LEAST_INSTRUCTIONS
 

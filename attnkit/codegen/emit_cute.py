@@ -267,6 +267,11 @@ def _round_on_host(n: Node, a: Value) -> Value:
     return select(a == a, Float32(rounded), a)
 
 
+def _above_zero(n: Node) -> bool:
+    """Return whether a float node is a finite constant above zero."""
+    return n.op == "const" and 0.0 < float(str(n.attr)) < math.inf
+
+
 def _math(name: str, **options: bool) -> Emit:
     """Return an `Emit` that calls the function `name` of `cute.math` with `options`."""
     return lambda n, *args: getattr(cute.math, name)(*args, **options)
@@ -304,7 +309,10 @@ _EXACT: dict[str, Emit] = {
     "sin": _math("sin"),
     "cos": _math("cos"),
     "erf": lambda n, a: emit_cute_math.erf(a),
+    "erfinv": lambda n, a: emit_cute_math.erfinv(a),
+    "atan2": lambda n, a, b: emit_cute_math.atan2(a, b, positive=_above_zero(n.args[1])),
     "floor": _math("floor"),
+    "with_slope": lambda n, value, x, slope: value,
     "round": _round_on_host,
     "and": lambda n, a, b: a & b,
     "or": lambda n, a, b: a | b,
@@ -364,4 +372,7 @@ _FAST: dict[str, Emit] = {
     "rsqrt": _math("rsqrt", approx=True),
     "tanh": _math("tanh", approx=True),
     "sigmoid": lambda n, a: emit_cute_math.fast_sigmoid(a),
+    "atan2": lambda n, a, b: emit_cute_math.atan2(
+        a, b, positive=_above_zero(n.args[1]), approx=True
+    ),
 }

@@ -11,6 +11,7 @@ named next to them, rounded to float32.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,12 @@ _LOG2_E = math.log2(math.e)
 
 
 def constant(kind: Value, value: float) -> Value:
-    """Emit a constant as a DSL value of type `kind`, which arithmetic and `select` accept."""
+    """Emit a constant as a DSL value of type `kind`, which arithmetic and `select` accept.
+
+    Floats are rounded here: the DSL warns of those that float32 rounds to 0 or to infinity.
+    """
+    if kind is Float32 and isinstance(value, float):
+        value = ctypes.c_float(value).value
     return kind(kind(value).ir_value())
 
 
@@ -123,6 +129,52 @@ def erf(a: Value) -> Value:
     return select(size < number(1.0), near, far)
 
 
+def erfinv(a: Value) -> Value:
+    """Emit the inverse of the error function with an error of about 2 ulp.
+
+    The result is `a` times a polynomial in w = -log(1 - a * a), or in sqrt(w) for a large w (Giles
+    2010, with polynomials of our own).
+    """
+    w = -cute.math.log((number(1.0) - a) * (number(1.0) + a))  # 1 - |a| is exact for |a| > 1/2
+    far = w > number(5.0)
+    near = _horner(_ERFINV_NEAR, select(far, number(0.0), w))
+    root = cute.math.sqrt(select(far, w, number(5.0)))
+    beyond = _horner(_ERFINV_FAR, root - number(3.0))
+    inside = a * select(far, beyond, near)
+    ends = cute.math.copysign(number(math.inf), a)
+    return select(
+        abs(a) < number(1.0), inside, select(abs(a) == number(1.0), ends, w * number(math.nan))
+    )
+
+
+def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -> Value:
+    """Emit the angle of the point (x, y) with an error of about 2 ulp.
+
+    The angle of the smaller coordinate to the larger is an odd polynomial in their ratio. Its
+    mirror images are the angles in the other octants.
+
+    Args:
+        y, x: the coordinates.
+        positive: whether `x` is known to be positive and finite, as for atan(y) = atan2(y, 1).
+        approx: whether to divide with the approximate instruction of the GPU.
+    """
+    high, wide = abs(y), abs(x)
+    longer, shorter = cutlass.max(high, wide), cutlass.min(high, wide)  # pass NaN on
+    ratio = cute.math.div(shorter, longer, approx=True) if approx else shorter / longer
+    if not positive:  # 0 / 0 and inf / inf
+        ratio = select(longer == number(0.0), number(0.0), ratio)
+        ratio = select(shorter == number(math.inf), number(1.0), ratio)
+    square = ratio * ratio
+    angle = cute.math.fma(_horner(_ATAN, square) * square, ratio, ratio)
+    # pi / 2 as the sum of two numbers
+    steep = number(1.57079637) - (angle + number(4.37113883e-8))
+    angle = select(high > wide, steep, angle)
+    if not positive:
+        behind = cute.math.copysign(number(1.0), x) < number(0.0)  # true for -0.0
+        angle = select(behind, number(math.pi) - angle, angle)
+    return cute.math.copysign(angle, y)
+
+
 def _horner(coefficients: Sequence[float], a: Value) -> Value:
     total = number(coefficients[-1])
     for c in reversed(coefficients[:-1]):
@@ -136,6 +188,21 @@ _EXPM1 = (0.50000006, 0.166666642, 0.0416653603, 0.00833357871, 0.00139961776, 0
 _ERF_NEAR = (
     0.128379166, -0.37612626, 0.112835854, -0.026853811, 0.00518832775, -0.000801019254,
     7.85385782e-05,
+)  # fmt: skip
+# coefficients for erfinv(x) / x, in powers of w = -log(1 - x^2), on [0, 5]
+_ERFINV_NEAR = (
+    0.886226892, 0.232013822, 0.0115486542, -0.00233429624, -0.000127481602, 4.45651895e-05,
+    3.98324573e-06, -1.97646273e-06, 2.2103066e-07, -8.79102302e-09,
+)  # fmt: skip
+# coefficients for erfinv(x) / x, in powers of sqrt(w) - 3, on [5, 16.7]
+_ERFINV_FAR = (
+    2.83297682, 1.00167501, 0.00944528636, -0.00763728889, 0.00568697369, -0.00359740551,
+    0.00148509175, -5.67762181e-05, -0.000309572526, 0.000115703653,
+)  # fmt: skip
+# coefficients for (atan(x) / x - 1) / x^2, in powers of x^2, on [0, 1]
+_ATAN = (
+    -0.333331525, 0.199937731, -0.142110556, 0.106660038, -0.0755221248, 0.0432118401,
+    -0.0163679142, 0.0029206886,
 )  # fmt: skip
 # coefficients for -log2(erfc(x)) on [1, 4]
 _ERF_FAR = (

@@ -9,6 +9,7 @@ from attnkit.graph.staging import Level, is_relative, level_of
 # Instructions of operations that take more than one. Counted in the machine code of Blackwell
 # kernels (DSL 4.8.1) that `attnkit.codegen.emit_cute.emit` emits with `fast=True`.
 _TAKES = {
+    "with_slope": 0,
     "tanh": 3,
     "exp2": 5,
     "log2": 5,
@@ -20,7 +21,9 @@ _TAKES = {
     "sigmoid": 8,
     "expm1": 18,
     "erf": 24,
+    "atan2": 34,
     "log1p": 50,
+    "erfinv": 73,
     "pow": 75,
     "sin": 80,
     "cos": 80,

@@ -117,7 +117,7 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
 
 
 def split_row(form: ScoreForm) -> tuple[Node | None, ScoreForm]:
-    """Split the terms of `form.row` that are known in their row from those that depend on an origin.
+    """Split the terms of `form.row` into those that depend on the row alone, and the others.
 
     Returns:
         The sum of the terms that depend on q and the head alone, None for 0; and the form without
@@ -253,6 +253,10 @@ def _reach(n: Node) -> tuple[float, float] | None:
         return -1.0, 1.0
     if n.op == "sigmoid":
         return 0.0, 1.0
+    if n.op == "atan2":
+        return -3.1416, 3.1416
+    if n.op == "with_slope":
+        return _reach(n.args[0])
     parts = [_reach(a) if a.type == F32 else None for a in n.args]
     if n.op == "neg" and parts[0]:
         return -parts[0][1], -parts[0][0]

@@ -1,9 +1,8 @@
-"""Replace `torch.nn.attention.flex_attention` by changing one import: its names, computed by attnkit.
+"""Replace `torch.nn.attention.flex_attention` by one changed import: its names, run by attnkit.
 
 In: what PyTorch's functions take. Out: what they return; a `BlockMask` is an instance of PyTorch's.
-Imported by users alone; imports the public names of attnkit, `util` and `errors`. Names that are not
-defined here are those of PyTorch's module, also its private helpers. docs/flex.md lists every name
-and every difference.
+Only users import this room. Names that it does not define are PyTorch's own, private helpers
+included. docs/flex.md lists every name and every difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define PyTorch's `flex_attention` over attnkit's, for what PyTorch takes and attnkit does not."""
+"""Define `flex_attention` with PyTorch's arguments and result classes, computed by attnkit's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import attnkit
 from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.normalization import sink_of
+from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
 
 _PARTS = flex_parts()
 
-_whole: VersionedCache[bool] = VersionedCache(8)
+_whole: VersionedCache[bool] = VersionedCache(8)  # results of `_keeps_its_block`
 
 
 def flex_attention(
@@ -40,7 +42,8 @@ def flex_attention(
 
     `attnkit.flex_attention` describes the arguments. Here `scale` may also be a tensor of one
     number, which gets its gradient; batch, query length and kv length may be 0; and `return_aux`
-    and its result are PyTorch's classes.
+    and its result are PyTorch's classes. `attnkit.AuxRequest` is accepted too: its result is an
+    `attnkit.AuxOutput` if it has an output that PyTorch's class lacks.
 
     Args:
         query: [B, Hq, Sq, D] float16, bfloat16, float32 or float64.
@@ -54,7 +57,7 @@ def flex_attention(
         kernel_options: options of PyTorch's kernels. BLOCK_M and BLOCK_N set the tile sizes for a
             mask given as a function; others are checked and change nothing.
         return_aux: which auxiliary outputs to return.
-        options: arguments that `attnkit.flex_attention` has besides, such as `backend`.
+        options: further arguments of `attnkit.flex_attention`, such as `backend` and `sink`.
 
     Returns:
         out [B, Hq, Sq, Dv]; or (out, lse); or (out, AuxOutput).
@@ -82,7 +85,12 @@ def flex_attention(
             return_aux=own,
             **options,
         )
-    return result if return_aux is None else (result[0], AuxOutput(*result[1]))
+    if return_aux is None or any(t is not None for t in result[1][2:]):
+        return result  # an output that PyTorch's class does not have
+    return result[0], AuxOutput(*result[1][:2])
+
+
+flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
 
 
 def _plain(mask: Any) -> Any:
@@ -93,17 +101,17 @@ def _plain(mask: Any) -> Any:
     """
     if isinstance(mask, BlockMask):
         if torch.compiler.is_compiling():
-            # whether the caller has edited the lists cannot be seen here: those are followed
-            formula = mask._formula if mask._given is None else None
+            # a compiled function cannot see whether the caller has edited lists: it follows them
+            formula = mask._formula if mask._callers_lists is None else None
             if formula is None and mask._formula is not None:
-                return mask._with_lists()
+                return mask._as_torch()
         else:
             formula = mask._resolve()
         if formula is not None:
             return formula
     if _PARTS.sliced is not None and mask.mask_mod is _PARTS.sliced:
         raise FunctionError(
-            "block_mask was selected by an index, which leaves its mask_mod open: assign one that "
+            "block_mask was selected by an index and has no mask_mod: assign one that "
             "fits the selection, block_mask.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, "
             "q + offset, kv)"
         )
@@ -131,7 +139,7 @@ def _factor(scale: Tensor, query: Tensor) -> Tensor:
     if scale.numel() != 1 or scale.is_complex():
         raise OptionError(
             f"scale must be a number or a tensor of one number, got {scale.dtype} "
-            f"{list(scale.shape)}; a scale per head or row belongs into score_mod"
+            f"{list(scale.shape)}; a scale per head or row belongs in score_mod"
         )
     double = isinstance(query, Tensor) and query.dtype == torch.float64
     return scale.reshape(()).to(torch.float64 if double else torch.float32)
@@ -153,17 +161,22 @@ def _is_empty(*tensors: Any) -> bool:
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Return the result of a call without a row or without a key: rows without keys are 0.
+    """Return the result of a call without a row or without a key.
+
+    Rows without keys have output 0 and LSE -inf; with a sink it is their LSE.
 
     Raises:
         ShapeError, DTypeError, …: as `attnkit.flex_attention`, about other arguments.
     """
-    stands = [
+    # The checks refuse sizes of 0, so they see tensors in which those are 1.
+    stand_ins = [
         t.detach().new_empty(1).expand([max(n, 1) if axis in (0, 2) else n
                                         for axis, n in enumerate(t.shape)])
         for t in (query, key, value)
     ]  # fmt: skip
-    call = AttentionCall(*stands, *arguments, **options)  # type: ignore[arg-type]
+    normalization = options.pop("normalization", "softmax")
+    options["sink"] = sink_of(normalization, options.get("sink"), query)
+    call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):
         if t.shape[0] not in (1, query.shape[0]):
@@ -175,5 +188,8 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     rows = query.shape[:3]
     out = query.new_zeros(*rows, value.shape[3]) + none
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = torch.full(rows, -torch.inf, dtype=stats, device=query.device)
-    return call.results(out, lse, lse.clone())
+    max_scores = torch.full(rows, -torch.inf, dtype=stats, device=query.device)
+    lse = max_scores.clone()
+    if (sink := call.sink) is not None:  # a sink of -inf is none: it gets the gradient 0
+        lse = torch.where(sink == -torch.inf, -torch.inf, sink)[:, None].to(stats).expand(rows)
+    return call.results(out, lse.contiguous(), max_scores, torch.zeros_like(max_scores) + none)

@@ -1,4 +1,4 @@
-"""Define PyTorch's `BlockMask` over attnkit's: its lists of blocks are made when asked for."""
+"""Define PyTorch's `BlockMask` over attnkit's: its lists of blocks are computed when read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 import attnkit
-from attnkit.errors import BoundsError, UnsupportedError
+from attnkit.errors import UnsupportedError
+from attnkit.sparsity.block_mask import check_index
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.tracing.pickling import reduced
 from attnkit.util.arguments import check_flag
@@ -25,13 +26,13 @@ _SETTINGS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order", "dq_kv_orde
 _LISTS = tuple([name for name in _FIELDS if name not in _SETTINGS])
 
 
-class _Given(NamedTuple):
-    """Holds the lists of a formula that the caller has seen, and may edit in place.
+class _CallersLists(NamedTuple):
+    """Holds the lists that a caller has read from a mask with a formula, and may edit in place.
 
     Attributes:
-        runs: the runs of which they were made.
+        runs: the runs from which they were computed.
         lists: the lists by field.
-        states: the states of their data when they were made.
+        states: the states of their data when they were computed.
     """
 
     runs: BlockRuns
@@ -42,12 +43,13 @@ class _Given(NamedTuple):
 class BlockMask(TorchBlockMask):
     """Holds a block mask with the fields and methods of PyTorch's class, and its meaning.
 
-    `create_block_mask` makes one from a mask_mod. It computes no tile: the lists of blocks are made
-    each time they are asked for, and attention reads the mask_mod. An edit of a captured tensor
+    `create_block_mask` makes one from a mask_mod. It computes no tile: the lists of blocks are
+    computed when they are read, and attention reads the mask_mod. An edit of a captured tensor
     therefore changes the tiles of the next call, where PyTorch's class keeps the old ones.
 
     The constructor and `from_kv_blocks` make one from lists of blocks, which attention follows, as
-    PyTorch's does. Assigning a field, or editing a list in place, makes a mask of lists too.
+    PyTorch's does. Attention also follows the lists after a field was assigned, or a list was
+    edited in place.
 
     Attributes:
         seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks,
@@ -61,15 +63,15 @@ class BlockMask(TorchBlockMask):
     tensor([1, 1, 1, 1], dtype=torch.int32)
     """
 
-    # What a mask of a formula has and a mask of lists lacks.
+    # The mask as attnkit holds it; None for a mask that was made from lists of blocks.
     _formula: attnkit.BlockMask | None = None
     _separate: bool = True
     _order: bool | None = None  # dq_kv_order of create_block_mask; None for no dq_write_order
-    # The lists that the caller has seen.
-    _given: _Given | None = None
+    # The lists that the caller has read from a mask with a formula.
+    _callers_lists: _CallersLists | None = None
 
     @classmethod
-    def _of_formula(
+    def _from_formula(
         cls, formula: attnkit.BlockMask, separate: bool = True, order: bool | None = None
     ) -> BlockMask:
         mask = cls.__new__(cls)
@@ -77,14 +79,14 @@ class BlockMask(TorchBlockMask):
         return mask
 
     @classmethod
-    def _of_lists(cls, other: TorchBlockMask) -> BlockMask:
+    def _from_lists(cls, other: TorchBlockMask) -> BlockMask:
         mask = cls.__new__(cls)
         for name in _FIELDS:
             setattr(mask, name, getattr(other, name))
         return mask
 
-    def _made(self, formula: attnkit.BlockMask) -> dict[str, Any]:
-        """Make the lists of a formula, which are those that PyTorch computes."""
+    def _compute_lists(self, formula: attnkit.BlockMask) -> dict[str, Any]:
+        """Compute the lists of a formula, which are those that PyTorch computes."""
         runs, (batch, heads, q_len, kv_len) = formula.runs, formula.shape
         states = runs.states_for(batch, heads).clone()
         # PyTorch counts positions beyond the lengths as masked: a ragged tile is never full
@@ -106,37 +108,37 @@ class BlockMask(TorchBlockMask):
         return fields
 
     def _resolve(self) -> attnkit.BlockMask | None:
-        """Return the formula; None for a mask of lists, or if the caller has edited a list."""
-        given = self._given
-        if given is not None and _states(given.lists) != given.states:
+        """Return the formula; None for a mask of lists, also if the caller has edited a list."""
+        read = self._callers_lists
+        if read is not None and _states(read.lists) != read.states:
             self._detach()
         return self._formula
 
-    def _seen(self, formula: attnkit.BlockMask) -> dict[str, Any]:
+    def _lists(self, formula: attnkit.BlockMask) -> dict[str, Any]:
         """Return the lists of a formula, the same tensors until its tiles change."""
-        runs, given = formula.runs, self._given
-        if given is None or given.runs is not runs:
-            lists = self._made(formula)
-            given = self._given = _Given(runs, lists, _states(lists))
-        return given.lists
+        runs, read = formula.runs, self._callers_lists
+        if read is None or read.runs is not runs:
+            lists = self._compute_lists(formula)
+            read = self._callers_lists = _CallersLists(runs, lists, _states(lists))
+        return read.lists
 
-    def _with_lists(self) -> TorchBlockMask:
-        """Return PyTorch's mask of the lists that the caller has seen."""
-        formula, given = self._formula, self._given
+    def _as_torch(self) -> TorchBlockMask:
+        """Return PyTorch's mask with the lists that the caller has read."""
+        formula, read = self._formula, self._callers_lists
         assert formula is not None
-        assert given is not None
+        assert read is not None
         return TorchBlockMask(
-            formula.seq_lengths, **given.lists, BLOCK_SIZE=formula.BLOCK_SIZE,
+            formula.seq_lengths, **read.lists, BLOCK_SIZE=formula.BLOCK_SIZE,
             mask_mod=formula.mask_mod,
         )  # fmt: skip
 
     def _detach(self) -> None:
-        """Make this a mask of lists: those that the caller has seen, or those of the formula."""
-        formula, given = self._formula, self._given
+        """Make this a mask of lists: those that the caller has read, or those of the formula."""
+        formula, read = self._formula, self._callers_lists
         if formula is None:
             return
-        lists = self._made(formula) if given is None else given.lists
-        self._formula = self._given = None
+        lists = self._compute_lists(formula) if read is None else read.lists
+        self._formula = self._callers_lists = None
         for name in _LISTS:
             setattr(self, name, lists.get(name))
         self.seq_lengths, self.BLOCK_SIZE = formula.seq_lengths, formula.BLOCK_SIZE
@@ -184,11 +186,8 @@ class BlockMask(TorchBlockMask):
         Raises:
             BoundsError: an int is out of range; PyTorch returns an empty mask.
         """
-        places = index if isinstance(index, tuple) else (index,)
-        for at, size in zip(places, self.kv_num_blocks.shape, strict=False):
-            if isinstance(at, int) and not -size <= at < size:
-                raise BoundsError(f"index {at} is out of range for a BlockMask with {size} entries")
-        return self._of_lists(super().__getitem__(index))
+        check_index(index, self.kv_num_blocks.shape)
+        return self._from_lists(super().__getitem__(index))
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """Return the same mask for other lengths; the lists of blocks are cropped to them."""
@@ -196,31 +195,31 @@ class BlockMask(TorchBlockMask):
         if formula is None:
             return super()._adjust(new_q_len, new_kv_len)
         other = formula._adjust(new_q_len, new_kv_len)
-        return self._of_formula(other, self._separate, self._order)
+        return self._from_formula(other, self._separate, self._order)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """Return the same mask for another device. Captured tensors must be there too."""
         formula = self._resolve()
         if formula is None:
-            return self._of_lists(super().to(device))
-        return self._of_formula(formula.to(device), self._separate, self._order)
+            return self._from_lists(super().to(device))
+        return self._from_formula(formula.to(device), self._separate, self._order)
 
     def __repr__(self) -> str:
-        given = self._given
+        read = self._callers_lists
         text = super().__repr__()
-        self._given = given  # the caller has not seen the lists
+        self._callers_lists = read  # the caller has not read the lists
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._resolve()
-        state = {name: value for name, value in vars(self).items() if name != "_given"}
+        state = {name: value for name, value in vars(self).items() if name != "_callers_lists"}
         blank = copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
         return reduced(blank, *(vars(self)[n] for n in ("_mask_mod",) if n in vars(self)))
 
     def __copy__(self) -> BlockMask:
         self._resolve()
         other = type(self).__new__(type(self))
-        other.__dict__.update(vars(self), _given=None)
+        other.__dict__.update(vars(self), _callers_lists=None)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
@@ -241,7 +240,7 @@ def _field(name: str) -> Any:
             return getattr(formula, name)
         if name in _SETTINGS:
             return None if name == "dq_kv_order" else self._order
-        return self._seen(formula).get(name)
+        return self._lists(formula).get(name)
 
     def assign(self: BlockMask, value: Any) -> None:
         self._detach()
@@ -303,7 +302,7 @@ def create_block_mask(
         raise UnsupportedError("compute_dq_write_order=True needs torch 2.13 or newer")
     formula = attnkit.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE)
     order = dq_kv_order if compute_dq_write_order else None
-    return BlockMask._of_formula(formula, separate_full_blocks, order)
+    return BlockMask._from_formula(formula, separate_full_blocks, order)
 
 
 def create_mask(
@@ -336,13 +335,13 @@ def create_nested_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
 ) -> NoReturn:
-    """Refuse nested tensors, which attnkit does not take; torch 2.13 has no such function any more.
+    """Refuse nested tensors, which attnkit does not take; torch 2.13 no longer has this function.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "attnkit takes no nested tensors, so that create_nested_block_mask has no meaning; pack the "
+        "attnkit takes no nested tensors, so create_nested_block_mask has no meaning; pack the "
         "sequences into one tensor [1, heads, total length, head dim] and keep them apart with "
         "attnkit.masks.document_from_cu_seqlens(offsets, within=mask_mod)"
     )

@@ -216,9 +216,34 @@ def _sigmoid(n: Node, g: Node) -> Node:
     return build("mul", build("mul", g, build("sub", const(1.0), n)), n)  # g * (1 - y) * y
 
 
+def _square(n: Node) -> Node:
+    return const(_value(n) * _value(n)) if n.op == "const" else build("mul", n, n)
+
+
+def _angle(i: int) -> Rule:
+    """Return the rule of atan2(y, x) that multiplies by argument `i`: x for y, -y for x.
+
+    The derivative at the origin is 0.
+    """
+
+    def rule(n: Node, g: Node) -> Node:
+        squares = [_square(a) for a in n.args]
+        sum_ = build("add", *squares)
+        slope = build("div", _times(g if i == 1 else build("neg", g), n.args[i]), sum_)
+        if any(s.op == "const" and _value(s) > 0.0 for s in squares):
+            return slope
+        return build("where", build("eq", sum_, _ZERO), _ZERO, slope)
+
+    return rule
+
+
 def _gaussian(n: Node) -> Node:
     square = build("mul", n.args[0], n.args[0])
     return build("mul", const(2.0 / math.sqrt(math.pi)), build("exp", build("neg", square)))
+
+
+def _inverse_gaussian(n: Node) -> Node:
+    return build("mul", const(0.5 * math.sqrt(math.pi)), build("exp", build("mul", n, n)))
 
 
 # op -> the rule of each argument, None for no gradient. Operations that are missing here (floor,
@@ -247,6 +272,9 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "sin": (_by(lambda n: build("cos", n.args[0])),),
     "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
     "erf": (_by(_gaussian),),
+    "erfinv": (_by(_inverse_gaussian),),
+    "atan2": (_angle(1), _angle(0)),
     "round": (_pass,),
+    "with_slope": (None, lambda n, g: _times(g, n.args[2]), None),
     "where": (None, _where(1), _where(2)),
 }

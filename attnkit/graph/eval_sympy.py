@@ -129,6 +129,17 @@ def _opaque(name: str, slope: int = 0, integer: bool = False) -> Any:
 
 
 @functools.cache
+def _with_slope() -> Any:
+    """Return a subclass of `sympy.Function` for a value with a derivative of its own by `x`."""
+    import sympy
+
+    def fdiff(self: Any, argindex: int = 1) -> Any:
+        return self.args[2] if argindex == 2 else sympy.Integer(0)
+
+    return type("with_slope", (sympy.Function,), {"fdiff": fdiff, "is_real": True})
+
+
+@functools.cache
 def _stepwise(name: str) -> Any:
     """Return a subclass of sympy's `floor` or `Mod` whose derivative is 0.
 
@@ -238,7 +249,10 @@ def _operations() -> dict[str, Callable[..., Any]]:
         "sin": lambda n, a: s.sin(a),
         "cos": lambda n, a: s.cos(a),
         "erf": lambda n, a: s.erf(a),
+        "erfinv": lambda n, a: s.erfinv(a),
+        "atan2": lambda n, a, b: s.atan(a) if b == 1 else s.atan2(a, b),
         "floor": lambda n, a: floor(a),
+        "with_slope": lambda n, a, x, slope: _with_slope()(a, x, slope),
         "round": lambda n, a: _opaque(str(n.attr), slope=1)(a),
         "and": _bits("And"),
         "or": _bits("Or"),

@@ -7,6 +7,7 @@ row is therefore computed once per head or row. Autograd can differentiate the r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,25 @@ def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
 def _trunc_divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
+
+class _WithSlope(torch.autograd.Function):
+    """Returns a value and gives `x` the gradient times a slope, for the node `with_slope`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.shape = x.shape
+        shape = torch.broadcast_tensors(value, x, slope)[0].shape
+        # a constant lies on the CPU
+        return value.to(x.device if x.ndim else value.device).expand(shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return None, (grad * slope).sum_to_size(ctx.shape), None
+
+
+_with_slope: Callable[..., Tensor] = _WithSlope.apply
 
 _OPS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -55,7 +75,10 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "sin": torch.sin,
     "cos": torch.cos,
     "erf": torch.erf,
+    "erfinv": torch.erfinv,
+    "atan2": torch.atan2,
     "floor": torch.floor,
+    "with_slope": _with_slope,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,

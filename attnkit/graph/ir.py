@@ -71,7 +71,11 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "sin": ("f", "f"),
     "cos": ("f", "f"),
     "erf": ("f", "f"),
+    "erfinv": ("f", "f"),
+    "atan2": ("ff", "f"),  # the angle of the point (second argument, first argument)
     "floor": ("f", "f"),
+    # (value, x, slope) is the value; its derivative is `slope` by x, and 0 by all else
+    "with_slope": ("fff", "f"),
     # attr "float16", "bfloat16", "float32" or "float64": round to that precision, keep the type
     "round": ("f", "f"),
     "and": ("ww", "w"),
@@ -103,10 +107,11 @@ class Node:
     Create nodes with `node`, `const`, `arg` and `load`, which intern them.
 
     Attributes:
-        op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load".
+        op: a key of `SIGNATURES`, or one of the leaves "arg", "const", "load", "number".
         type: "i32", "f32" or "bool".
         args: the argument nodes.
-        attr: name of an arg, value of a const, slot of a load, dtype of a round; else None.
+        attr: name of an arg, value of a const, slot of a load, index of a number, dtype of a round;
+            else None.
     """
 
     __slots__ = ("__weakref__", "args", "attr", "op", "type")
@@ -161,6 +166,19 @@ def const(value: bool | int | float) -> Node:
     if isinstance(value, int):
         return _intern("const", I32, (), value)
     return _intern("const", F32, (), float(value))
+
+
+def number(index: int, type_: Type) -> Node:
+    """Return the node of a number that is known only when a call runs.
+
+    Such a node exists in graphs that torch.compile holds. `tracing.numbers.with_numbers` replaces it
+    before anything evaluates the graph.
+
+    Args:
+        index: position among the numbers of that type.
+        type_: I32 for a Python int, F32 for a Python float.
+    """
+    return _intern("number", type_, (), index)
 
 
 def load(slot: int, type_: Type, index: Sequence[Node]) -> Node:
@@ -302,7 +320,7 @@ def _type(name: str) -> Type:
 def _attr(op: str, type_: str, source: str) -> Attr:
     if op in ("arg", "round"):
         return source
-    if op == "load":
+    if op in ("load", "number"):
         return int(source)
     if op != "const":
         return None
@@ -348,6 +366,8 @@ def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> 
         return str(n.attr), _ATOM
     if n.op == "const":
         return str(n.attr), (_ATOM if _is_plain(n.attr) else 8)
+    if n.op == "number":
+        return f"{n.type}_{n.attr}", _ATOM
     if n.op == "load":
         slot = int(n.attr)  # type: ignore[arg-type]
         name = names[slot] if slot < len(names) else f"t{slot}"
@@ -360,6 +380,8 @@ def _show(n: Node, shown: dict[Node, tuple[str, int]], names: Sequence[str]) -> 
         return f"-{operand(0, 8)}", 8
     if n.op == "not":
         return f"~{operand(0, 8)}", 8
+    if n.op == "with_slope" and n.args[1].op == "const":
+        return f"detach({shown[n.args[0]][0]})", _ATOM
     name = {"cast": str(n.type), "round": str(n.attr), "wrap_abs": "abs"}.get(n.op, n.op)
     return f"{name}({', '.join(shown[a][0] for a in n.args)})", _ATOM
 

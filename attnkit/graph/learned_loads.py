@@ -3,11 +3,12 @@
 The gradient of a load is the sum over its scores of dF times the derivative of the modified score
 F. Two kinds need no work per score:
 
-- A load that shifts whole rows, as `table[h, q]` does in `score + table[h, q]`. Shifted rows have
-  the same softmax. The sum of dF over a row, R, is therefore the gradient of the row's LSE:
+- A load that shifts whole rows, such as `table[h, q]` in `score + table[h, q]`. A shift does not
+  change the softmax of a row. The sum of dF over a row is therefore the gradient of the row's LSE:
   the sum of P (dP - delta + dLSE) is dLSE, because delta is the sum of P dP and P sums to 1.
-- A load that multiplies whole rows of raw scores, as in `score * table[h, q]`. It needs the sum T of
-  dF * score over a row. With A = dF K, the row's dQ without its factor, T is scale * Q . A.
+- A load that multiplies whole rows of raw scores, such as `table[h, q]` in `score * table[h, q]`.
+  It needs the sum T of dF * score over a row. With A = dF K, the row's dQ without its factor, T is
+  scale * Q . A.
 """
 
 from __future__ import annotations

@@ -43,6 +43,20 @@ def promote(*nodes: Node, least: Type = BOOL) -> tuple[Node, ...]:
     return tuple(cast(n, to) for n in nodes)
 
 
+def without_gradient(n: Node) -> Node:
+    """Return a float node of the same value, whose derivative is 0."""
+    return build("with_slope", n, const(0.0), const(0.0))
+
+
+def value_only(root: Node) -> Node:
+    """Return an expression of the same value, without the nodes that change its derivative."""
+    done: dict[Node, Node] = {}
+    for n in ir.topo(root):
+        args = tuple(done[a] for a in n.args)
+        done[n] = args[0] if n.op == "with_slope" else ir.with_args(n, args)
+    return done[root]
+
+
 def negate(n: Node) -> Node:
     """Return the logical not of a bool node."""
     if n.op == "not":
@@ -84,6 +98,16 @@ def build(op: str, *args: Node) -> Node:
     rule = _RULES.get(op)
     simplified = rule(*args) if rule else None
     return ir.node(op, *args) if simplified is None else simplified
+
+
+# Exponents for which torch calls another function than pow; the results differ at -inf.
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
+
+
+def power(a: Node, b: Node) -> Node:
+    """Build the node of `a ** b` on floats, which torch computes as a root for some constants."""
+    root = _ROOTS.get(float(b.attr)) if b.op == "const" else None  # type: ignore[arg-type]
+    return build("pow", a, b) if root is None else build(root, a)
 
 
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
@@ -255,6 +279,13 @@ def _pow(a: Node, b: Node) -> Node | None:
     return None
 
 
+def _with_slope(value: Node, x: Node, slope: Node) -> Node | None:
+    plain = value_only(value), x, value_only(slope)  # derivatives of these do not matter
+    if plain != (value, x, slope):
+        return build("with_slope", *plain)
+    return value if value.op == "const" and x.op == "const" else None  # nothing to derive
+
+
 _RULES: dict[str, Callable[..., Node | None]] = {
     "add": _add,
     "sub": _sub,
@@ -275,4 +306,5 @@ _RULES: dict[str, Callable[..., Node | None]] = {
     "lt": _irreflexive,
     "where": _where,
     "pow": _pow,
+    "with_slope": _with_slope,
 }

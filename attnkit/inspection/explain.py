@@ -125,7 +125,7 @@ class Explanation:
     def _tables_note(self) -> str:
         """Say when GPU kernels read tables by distance."""
         note = "tables that torch computes before a GPU kernel, once per distance"
-        return note if self._has_tables else f"{note}, from {LEAST_SCORES} scores on"
+        return note if self._has_tables else f"{note}, in calls of {LEAST_SCORES} scores or more"
 
     @property
     def tiles(self) -> str:

@@ -58,6 +58,7 @@ def write(target: Path, draw: Callable[[], Figure], instead: str) -> Path:
             figure.savefig(target, dpi=160, metadata=metadata)
         except OSError as error:
             raise ArgumentError(
-                f"path must name a file that can be written, got {str(target)!r}: {error.strerror}"
+                f"path must name a file that can be written, got {str(target)!r}: "
+                f"{error.strerror or error}"
             ) from error
     return target

@@ -153,7 +153,7 @@ def read_specs(arguments: Sequence[Any], name: str = "argument") -> Iterator[Spe
             raise ArgumentError(
                 f"{name} {i} of a kernel is of type {kind}; expected a fake tensor, a number of "
                 "the DSL (cutlass.Int32), a list of these, a stream or None. What is constant "
-                "belongs into the callable's own state"
+                "belongs in the callable's own state"
             )
 
 

@@ -13,8 +13,8 @@ from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
-from attnkit.util.arguments import AuxRequest
-from attnkit.util.torch_private import in_autocast
+from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
+from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
 
 def flex_attention(
@@ -32,6 +32,7 @@ def flex_attention(
     backend: str = "auto",
     deterministic: bool = False,
     sink: Tensor | None = None,
+    normalization: str = "softmax",
 ) -> Any:
     """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
@@ -76,10 +77,12 @@ def flex_attention(
             the modified scores, so that `scale` does not apply to it, and is differentiable. The
             LSE includes it, the max scores do not. A fully masked row has output 0 and the sink
             as its LSE. A sink of -inf changes nothing.
+        normalization: "softmax", or "softmax1", whose denominator is 1 + sum(exp(score)) ("off by
+            one"): a sink of 0 in every head, which excludes `sink`.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
-        or (out, AuxOutput) with return_aux. LSE and max scores are float32 (float64 for float64).
+        or (out, AuxOutput) with return_aux. LSE and statistics are float32 (float64 for float64).
 
     Raises:
         TraceError: score_mod or mask_mod cannot be traced, or returns the wrong kind of value.
@@ -88,11 +91,18 @@ def flex_attention(
         ShapeError, DTypeError, DeviceError, ArgumentError, OptionError: an argument is invalid.
             DTypeError also if the query is not float64, and rounding captured float64 data to
             float32 would change the result.
-        UnsupportedError: the requested backend cannot run here.
+        UnsupportedError: the requested backend cannot run here; a tensor is a DTensor; or the call is
+            inside of torch's `context_parallel` or of torch.jit.trace.
         StaleDataError: data of an earlier call on a GPU was edited by a write that torch's version
             counter does not record.
     """
+    if normalization.__class__ is not str or normalization != "softmax":
+        from attnkit.runtime.normalization import sink_of  # which most calls do not need
+
+        sink = sink_of(normalization, sink, query)
     compiling = torch.compiler.is_compiling()  # or exporting
+    if not compiling and not in_plain_surroundings():
+        check_surroundings()
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
             query,
@@ -140,6 +150,9 @@ def flex_attention(
     if return_aux is None and (scale is None or scale > 0):
         reuse.remember(call, call_key, prepared)
     return call.results(*result)
+
+
+flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
 
 
 def _first_call(call: AttentionCall) -> Any:

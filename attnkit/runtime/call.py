@@ -92,18 +92,21 @@ class AttentionCall:
             captured = Captured((*captured.scores, self.sink), captured.masks)
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
-    def results(self, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> Any:
+    def results(
+        self, out: Tensor, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+    ) -> Any:
         """Return out, (out, LSE) or (out, AuxOutput), as `return_lse` and `return_aux` request.
 
         Args:
             out: [B, Hq, Sq, Dv].
             lse: [B, Hq, Sq], natural logarithm.
             max_scores: [B, Hq, Sq]; None if the call does not return them.
+            entropy: [B, Hq, Sq]; None if the call does not return it.
         """
-        aux = self.return_aux
-        if aux is None:
+        if self.return_aux is None:
             return (out, lse) if self.return_lse else out
-        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+        aux = check_aux(self.return_lse, self.return_aux)
+        return out, AuxOutput.of(aux, lse, max_scores, entropy)
 
 
 def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

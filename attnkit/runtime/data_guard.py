@@ -3,8 +3,8 @@
 On the CPU, `DataState` compares the data before every use. On a GPU, such a comparison would have
 to synchronize. Instead the kernels of the call compare fingerprints beside their own work, and
 report a difference through host memory. The next call reads the report and raises `StaleDataError`.
-For kernels and data that cannot, a small kernel does so before the kernels of the call, on the same
-stream and in the same CUDA graph.
+Where the kernels cannot compare the data, a small kernel does, before them, on the same stream and
+in the same CUDA graph.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DataGuard:
             self._launch(check)
 
     def kernel_check(self, device: torch.device, *, masked: bool) -> DataCheck | None:
-        """Return the comparisons for the kernels of a call; None if only `check` can compare.
+        """Return the comparisons that the kernels of a call do; None if only `check` can compare.
 
         Args:
             device: device of the kernels.

@@ -17,9 +17,11 @@ def merge_states(
 
     The merged output is the mean of the two outputs, weighted by exp(LSE). It is exact up to
     rounding, for any order and any tree of merges. A part without keys (output 0, LSE -inf) does
-    not change the other part. If the rows have an attention sink, it must be in the LSE of exactly
-    one part: pass `sink` to one of the calls, or merge output 0 with the sink as LSE. Two parts without keys give output 0 and LSE -inf, with zero
+    not change the other part. Two parts without keys give output 0 and LSE -inf, with zero
     gradients. The result is differentiable in all four arguments.
+
+    If the rows have an attention sink, it must be in the LSE of exactly one part: pass `sink` to
+    one of the calls, or merge a part with output 0 and the sink as its LSE.
 
     Args:
         out_a, out_b: outputs [..., Dv], of the same shape and dtype.
@@ -61,8 +63,8 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     for name, t in named.items():
         if not isinstance(t, Tensor):
             raise ArgumentError(
-                f"{name} must be a torch.Tensor, got {type(t).__name__}; merge_states takes four tensors, "
-                "the outputs and LSEs of two calls with return_lse=True"
+                f"{name} must be a torch.Tensor, got {type(t).__name__}; merge_states takes four "
+                "tensors, the outputs and LSEs of two calls with return_lse=True"
             )
         if t.is_nested or t.layout != torch.strided or t.is_quantized:
             raise UnsupportedError(f"{name} is not a dense tensor; convert it first")

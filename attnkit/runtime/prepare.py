@@ -21,7 +21,6 @@ from attnkit.splice import (
     Attention,
     Captured,
     KernelCall,
-    Program,
     forward_checks,
     prepare_forward,
 )
@@ -73,11 +72,18 @@ def prepare(
     if of_template(plan.template) is not None:
         check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
     program = replace(bound.program, sink=call.sink is not None)
-    kernel_call = KernelCall(template, program, bound.runs, settings.aux.max_scores, check=check)
+    kernel_call = KernelCall(
+        template,
+        program,
+        bound.runs,
+        need_max=settings.aux.needs_row_maxima,
+        need_entropy=settings.aux.entropy,
+        check=check,
+    )
     prepared = PreparedCall(kernel_call, BackwardReuse(), guard)
     prepared.launches_check = guard.on_gpu and not forward_checks(kernel_call)
     if plan.template == "eager":
-        prepared.attention, prepared.is_dense = _dense(bound, program), True
+        prepared.attention, prepared.is_dense = _dense(bound, kernel_call), True
     elif launchable:
         inputs = call.inputs(bound.captured)
         scores, masks = inputs.captured
@@ -152,10 +158,10 @@ def _reason_against_kernel(
     return hardware_gate.reason_against(target, device)
 
 
-def _dense(bound: Bound, program: Program) -> Attention:
+def _dense(bound: Bound, call: KernelCall) -> Attention:
     """Return a forward function that runs the dense reference on the graphs in `bound`.
 
-    `program` is that of the call: it says whether the captured tensors end with a sink.
+    `call` says whether the captured tensors end with a sink, and what to return.
     """
     from attnkit.runtime import reference  # which other backends do not need
 
@@ -166,9 +172,17 @@ def _dense(bound: Bound, program: Program) -> Attention:
             mask, allowed = bound.mask, _allowed(bound, query, key)
             if allowed is not None:
                 mask = None
-            _, sink = program.split_sink(captured.scores)
+            _, sink = call.program.split_sink(captured.scores)
             return reference.attention(
-                query, key, value, bound.score, mask, scale=scale, allowed=allowed, sink=sink
+                query,
+                key,
+                value,
+                bound.score,
+                mask,
+                scale=scale,
+                allowed=allowed,
+                sink=sink,
+                need_entropy=call.need_entropy,
             )
 
     return attention

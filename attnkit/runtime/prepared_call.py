@@ -11,8 +11,8 @@ from torch import Tensor
 from attnkit.runtime.data_guard import DataGuard
 from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
 
-# Out, LSE and the row maxima or None.
-ForwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+# Out, LSE, the row maxima or None, the entropies of the rows or None.
+ForwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # Function that relaunches a forward on query, key, value, captured tensors and scale. It returns
 # None, without side effects, if a relaunch is impossible.
 Relaunch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Captured, float], ForwardResult | None]

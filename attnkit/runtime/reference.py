@@ -16,7 +16,8 @@ from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate, mask_dtype, positions
 from attnkit.tracing.tracer import Traced
 
-DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # out, LSE, row maxima
+# Out, LSE, row maxima, entropies of the rows or None.
+DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def attention(
@@ -29,6 +30,7 @@ def attention(
     scale: float | None = None,
     allowed: Tensor | None = None,
     sink: Tensor | None = None,
+    need_entropy: bool = False,
 ) -> DenseResult:
     """Compute dense attention with a traced score_mod and a traced mask_mod.
 
@@ -43,11 +45,13 @@ def attention(
         allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
             too.
         sink: [Hq], one more logit in the denominator of each row; None for none.
+        need_entropy: whether to also return the entropies of the rows.
 
     Returns:
-        out [B, Hq, Sq, Dv] in the query's dtype; LSE and row maxima [B, Hq, Sq] in the compute
-        dtype, natural logarithm. A fully masked row has output 0, LSE -inf (the sink, if there is
-        one), row maximum -inf and zero gradients.
+        out [B, Hq, Sq, Dv] in the query's dtype; LSE, row maxima and entropies [B, Hq, Sq] in the
+        compute dtype, natural logarithm; None for entropies that are not needed. A fully masked row
+        has output 0, LSE -inf (the sink, if there is one), row maximum -inf, entropy 0 and zero
+        gradients.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads = query.shape[1]
@@ -67,7 +71,7 @@ def attention(
         scores = torch.where(allowed, scores, -math.inf)
     shape = (*query.shape[:3], key.shape[-2])
     logit = None if sink is None else sink.to(dtype)[:, None, None]
-    return _softmax_times(scores.expand(shape), value, query.dtype, logit)
+    return _softmax_times(scores.expand(shape), value, query.dtype, logit, need_entropy)
 
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
@@ -82,11 +86,11 @@ def _keep(mask: Traced, env: dict[str, Tensor]) -> Tensor:
 
 
 def _softmax_times(
-    scores: Tensor, value: Tensor, dtype: torch.dtype, sink: Tensor | None
+    scores: Tensor, value: Tensor, dtype: torch.dtype, sink: Tensor | None, need_entropy: bool
 ) -> DenseResult:
-    """Compute softmax(scores) @ value, LSE and row maxima; the output of masked rows is 0.
+    """Compute softmax(scores) @ value, LSE, row maxima and, if needed, entropies of the rows.
 
-    `sink` is [Hq, 1, 1] or None.
+    `sink` is [Hq, 1, 1] or None. The output and the entropy of masked rows are 0.
     """
     row_max = scores.detach().amax(dim=-1, keepdim=True)
     top = row_max if sink is None else torch.maximum(row_max, sink.detach())
@@ -102,7 +106,27 @@ def _softmax_times(
     # a row without keys has zero gradients if its LSE is -inf
     empty = -math.inf if sink is None else torch.where(sink == -math.inf, -math.inf, sink)
     lse = torch.where(masked, empty, base + torch.log(safe))
-    return out, lse.squeeze(-1), row_max.squeeze(-1)
+    entropy = None
+    if need_entropy:
+        parts = [(weights / safe, scores - base)]
+        if sink is not None:
+            parts.append((torch.exp(sink - base) / safe, sink - base))
+        entropy = torch.where(masked, 0.0, _entropy(torch.log(safe), parts)).squeeze(-1)
+    return out, lse.squeeze(-1), row_max.squeeze(-1), entropy
+
+
+def _entropy(log_sum: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Compute the entropies of rows [..., 1]: log_sum - sum(p * x), where p = exp(x - log_sum).
+
+    Args:
+        log_sum: [..., 1], logarithm of the sum of exp(x) over all parts.
+        parts: pairs (p, x), [..., n]. Where p is 0, the product is 0, also for x = -inf.
+    """
+    entropy = log_sum
+    for p, x in parts:
+        entropy = entropy - (p * torch.where(p == 0, 0.0, x)).sum(dim=-1, keepdim=True)
+    # a rounded difference may be below 0; the gradient is that of the difference
+    return entropy + (-entropy.detach()).clamp(min=0)
 
 
 def _all_loads(traced: Traced) -> frozenset[ir.Node]:

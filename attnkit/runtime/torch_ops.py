@@ -1,8 +1,8 @@
-"""Run a prepared call with autograd, through torch operators or directly.
+"""Run a prepared call with autograd, through a torch operator or directly.
 
-`torch.ops.attnkit.forward` and `.backward` take graphs as canonical text, block runs as a list of
-index tensors with their sizes, and captured tensors as tensor lists. So the operators are
-stateless, and their schema does not depend on the variant. If nothing in torch intercepts operators
+`torch.ops.attnkit.attention` (`runtime.compile.op`) takes graphs as canonical text, block runs as a
+list of index tensors with their sizes, and captured tensors as tensor lists. So the operator is
+stateless, and its schema does not depend on the variant. If nothing in torch intercepts operators
 (no mode, transform or subclass), the call runs directly, in a tenth of the host time.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
-from attnkit.runtime.data_guard import DataGuard, raise_if_stale
+from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
@@ -30,11 +30,9 @@ from attnkit.splice import (
     compute_dtype,
     prepare_forward,
     run_backward,
-    run_forward,
 )
 from attnkit.splice.fingerprint_check import stale_report
 from attnkit.util.arguments import refuse_functional
-from attnkit.util.data_state import state_of
 from attnkit.util.outputs import output_like
 from attnkit.util.torch_private import (
     in_batched_gradients,
@@ -43,20 +41,7 @@ from attnkit.util.torch_private import (
     is_intercepted,
 )
 
-FORWARD = (
-    "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
-    "Tensor[] runs, int[] layout, str program, str template, float scale, bool need_max) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores)"
-)
-BACKWARD = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] runs, int[] layout, "
-    "str program, str template, float scale, bool[] needs_grad) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
-)
-
-torch.library.define("attnkit::forward", FORWARD)
-torch.library.define("attnkit::backward", BACKWARD)
+_PREPARED = "prepared"
 
 # Id of the first tensor of block runs -> the runs, so that `pack` returns the object that `unpack`
 # received. Kernels cache tables per BlockRuns object.
@@ -88,51 +73,42 @@ def pack(tensors: Sequence[Tensor], layout: Sequence[int]) -> BlockRuns | None:
     return BlockRuns(q_len, kv_len, (block_q, block_kv), batch, heads, *parts)
 
 
-@torch.library.impl("attnkit::forward", "CompositeExplicitAutograd")
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_tensors: Sequence[Tensor],
-    mask_tensors: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    layout: Sequence[int],
-    program: str,
-    template: str,
-    scale: float,
-    need_max: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, top = run_forward(
-        KernelCall(template, Program.parse(program), pack(runs, layout), need_max),
-        ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale),
-    )
-    return out, lse, lse.new_empty(0) if top is None else top
+def request_of(call: KernelCall) -> str:
+    """Return the text that stands for a prepared call among the arguments of the operator."""
+    needed = str(int(call.need_max)), str(int(call.need_entropy))
+    return "|".join((_PREPARED, call.template, *needed, call.program.text))
 
 
-@torch.library.impl("attnkit::backward", "CompositeExplicitAutograd")
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    score_tensors: Sequence[Tensor],
-    mask_tensors: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    layout: Sequence[int],
-    program: str,
-    template: str,
-    scale: float,
-    needs_grad: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    forward = ForwardInputs(query, key, value, Captured(score_tensors, mask_tensors), scale)
-    grads = grad_out, grad_lse if grad_lse.numel() else None
-    return gradients(
-        KernelCall(template, Program.parse(program), pack(runs, layout)),
-        BackwardInputs.of(forward, (out, lse), grads, needs_grad),
-    )
+def needed_outputs(request: str) -> tuple[bool, bool] | None:
+    """Return whether a text of `request_of` asks for row maxima, and for entropies of rows.
+
+    The result is None for another text.
+    """
+    kind, *rest = request.split("|", 4)
+    return (bool(int(rest[1])), bool(int(rest[2]))) if kind == _PREPARED else None
+
+
+def kernel_call_of(
+    request: str, runs: Sequence[Tensor], layout: Sequence[int]
+) -> KernelCall | None:
+    """Build the prepared call of a text of `request_of`; return None for another text.
+
+    Args:
+        request: the text.
+        runs, layout: what `unpack` returned for the block runs of the call.
+    """
+    needed = needed_outputs(request)
+    if needed is None:
+        return None
+    _, template, _, _, program = request.split("|", 4)
+    return KernelCall(template, Program.parse(program), pack(runs, layout), *needed)
+
+
+def without_none(results: ForwardResult) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return results of a forward with an empty tensor for None, which no operator can return."""
+    out, lse, top, entropy = results
+    none = lse.new_empty(0)
+    return out, lse, none if top is None else top, none.clone() if entropy is None else entropy
 
 
 def gradients(
@@ -150,32 +126,35 @@ def gradients(
     return *gradients, cast
 
 
-@torch.library.register_fake("attnkit::forward")  # type: ignore[untyped-decorator]
-def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_outputs(query, value, rest[-1])
-
-
-def fake_outputs(query: Tensor, value: Tensor, need_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate output, LSE and row maxima; the row maxima are empty unless `need_max`."""
+def fake_outputs(
+    query: Tensor, value: Tensor, need_max: bool, need_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate output, LSE, row maxima and entropies; what is not needed is empty."""
     lse = query.new_empty(query.shape[:3], dtype=compute_dtype(query))
-    top = torch.empty_like(lse) if need_max else lse.new_empty(0)
-    return output_like(query, value.shape[-1]), lse, top
+    top, entropy = (
+        torch.empty_like(lse) if need else lse.new_empty(0) for need in (need_max, need_entropy)
+    )
+    return output_like(query, value.shape[-1]), lse, top, entropy
 
 
-@torch.library.register_fake("attnkit::backward")  # type: ignore[untyped-decorator]
 def fake_gradients(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    grad_entropy: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Allocate the gradients of query, key, value and the score's tensors.
 
     Args:
-        grad_out, grad_lse, query, key, value: the first arguments of a backward operator.
-        rest: the other arguments of the operator. `rest[2]` are the tensors that the score
+        grad_out, grad_lse, grad_entropy, query, key, value: the first arguments of a backward
+            operator.
+        rest: the other arguments of the operator. `rest[3]` are the tensors that the score
             captures, `rest[-1]` says for each whether its gradient is needed.
     """
-    score_tensors, needs_grad = rest[2], rest[-1]
+    score_tensors, needs_grad = rest[3], rest[-1]
     captured = [
         torch.empty_like(t) if need else query.new_empty(0)
         for t, need in zip(score_tensors, needs_grad, strict=True)
@@ -183,70 +162,25 @@ def fake_gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, score_tensors, mask_tensors, runs, layout, program, template, scale, _ = (
-        inputs
-    )
-    out, lse, top = output
-    ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(query, key, value, out, lse, *score_tensors, *mask_tensors, *runs)
-    ctx.counts = len(score_tensors), len(mask_tensors)
-    ctx.options = list(layout), program, template, scale
-    names = [f"t{i} of mask_mod" for i in range(len(mask_tensors))]
-    ctx.guard = DataGuard([state_of(t) for t in mask_tensors], names)
-    ctx.needs_grad = [t.requires_grad for t in score_tensors]
-    ctx.set_materialize_grads(False)
-
-
 def operator_tensors(
-    grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Tensor]
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the leading tensor arguments of a backward operator: both gradients, then `saved`.
+    """Return the leading tensor arguments of a backward operator: the gradients, then `saved`.
 
-    An operator cannot take None. A missing `grad_out` is replaced by zeros, a missing `grad_lse` by
-    an empty tensor.
+    An operator cannot take None. A missing gradient of the output is replaced by zeros, a missing
+    one of the LSE or the entropies by an empty tensor.
 
     Args:
-        grad_out, grad_lse: gradients of output and LSE; None for zero.
-        saved: query, key, value, output and LSE.
+        grads: gradients of output, LSE and entropies; None for zero.
+        saved: query, key, value, output, LSE and entropies (any tensor if their gradient is None).
     """
-    out, lse = saved[3:]
+    out, lse = saved[3:5]
+    grad_out, *others = grads
     return (
         torch.zeros_like(out) if grad_out is None else grad_out,
-        lse.new_empty(0) if grad_lse is None else grad_lse,
+        *(lse.new_empty(0) if g is None else g for g in others),
         *saved,
     )
-
-
-def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
-) -> tuple[Any, ...]:
-    _refuse_batched_gradients(g for g in (grad_out, grad_lse) if g is not None)
-    saved, lists = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    scores, masks = ctx.counts
-    score_tensors, mask_tensors = lists[:scores], lists[scores : scores + masks]
-    ctx.guard.check_saved(score_tensors, mask_tensors)
-    ctx.guard.launch_backward()
-    layout, program, template, scale = ctx.options
-    dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-        *operator_tensors(grad_out, grad_lse, saved),
-        score_tensors,
-        mask_tensors,
-        lists[scores + masks :],
-        layout,
-        program,
-        template,
-        scale,
-        ctx.needs_grad,
-    )
-    dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
-    none = [None] * masks, [None] * (len(lists) - scores - masks)
-    # torch expects one gradient for each tensor of a list, and an empty list for an empty list
-    dlayout: list[None] | None = None if layout else []
-    return dquery, dkey, dvalue, dcaptured, *none, dlayout, None, None, None, None
-
-
-torch.library.register_autograd("attnkit::forward", _gradient, setup_context=_save)
 
 
 def refuse_second_derivative(ctx: Any, *_: Any) -> None:
@@ -259,9 +193,6 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
         "attnkit's attention has no second derivative; call backward without create_graph=True, "
         'or use backend="eager" (dense, differentiable any number of times)'
     )
-
-
-torch.library.register_autograd("attnkit::backward", refuse_second_derivative)
 
 
 NO_TENSORS = Captured((), ())
@@ -289,8 +220,9 @@ class _Attention(torch.autograd.Function):
         if result is None:
             assert prepared.attention is not None
             result = prepared.attention(query, key, value, captured, scale)
-        out, lse, top = result
-        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks)
+        out, lse, top, entropy = result
+        rows = [] if entropy is None else [entropy]
+        ctx.save_for_backward(query, key, value, out, lse, *scores, *masks, *rows)
         if top is not None:
             ctx.mark_non_differentiable(top)
         ctx.call = prepared, scale, [t.requires_grad for t in scores]
@@ -303,29 +235,60 @@ class _Attention(torch.autograd.Function):
         grad_out: Tensor | None,
         grad_lse: Tensor | None = None,
         _: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
         prepared, scale, needs_grad = ctx.call
-        # tested here because most calls need neither, and two function calls cost a microsecond
-        if stale_report.code[0]:
-            raise_if_stale()
-        if prepared.guard.states:
-            scores = 5 + len(needs_grad)
-            prepared.guard.check_saved(saved[5:scores], saved[scores:])
-            if prepared.kernel_call.check is None:
-                prepared.guard.launch_backward()
-        if grad_out is not None:
-            gradients = prepared.backward.try_fast_path(
-                grad_out, grad_lse, saved, scale, needs_grad
-            )
-            if gradients is not None:
-                return *_NO_GRADIENT, *gradients
-        query, key, value, out, lse, *tensors = saved
-        captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
-        forward = ForwardInputs(query, key, value, captured, scale)
-        grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
-        inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad)
-        return *_NO_GRADIENT, *_backward_of(prepared, inputs, saved)
+        saved, rows = ctx.saved_tensors, None
+        if prepared.kernel_call.need_entropy:
+            *saved, entropy = saved
+            rows = None if grad_entropy is None else (entropy, grad_entropy)
+        grads = differentiate(prepared, scale, needs_grad, saved, grad_out, grad_lse, rows)
+        return *_NO_GRADIENT, *grads
+
+
+def differentiate(
+    prepared: PreparedCall,
+    scale: float,
+    needs_grad: list[bool],
+    saved: Sequence[Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    rows: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Run the backward of a call that has run.
+
+    Args:
+        prepared: the prepared call.
+        scale: the scale of the forward.
+        needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        saved: query, key, value, output, LSE, and the tensors that score and mask capture.
+        grad_out, grad_lse: gradients of output and LSE; None for zero.
+        rows: the entropies of the rows, and their gradient; None for a gradient of zero.
+
+    Returns:
+        The gradients of query, key, value and the score's tensors; None where not needed.
+
+    Raises:
+        StaleDataError: captured data was changed since the forward.
+    """
+    # tested here because most calls need neither, and two function calls cost a microsecond
+    if stale_report.code[0]:
+        raise_if_stale()
+    if prepared.guard.states:
+        scores = 5 + len(needs_grad)
+        prepared.guard.check_saved(saved[5:scores], saved[scores:])
+        if prepared.kernel_call.check is None:
+            prepared.guard.launch_backward()
+    if grad_out is not None and rows is None:
+        gradients = prepared.backward.try_fast_path(grad_out, grad_lse, saved, scale, needs_grad)
+        if gradients is not None:
+            return gradients
+    query, key, value, out, lse, *tensors = saved
+    captured = Captured(tensors[: len(needs_grad)], tensors[len(needs_grad) :])
+    forward = ForwardInputs(query, key, value, captured, scale)
+    grads = torch.zeros_like(out) if grad_out is None else grad_out, grad_lse
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad, rows)
+    return _backward_of(prepared, inputs, saved)
 
 
 def _backward_of(
@@ -333,36 +296,42 @@ def _backward_of(
 ) -> tuple[Tensor | None, ...]:
     """Run a backward and store its relaunch; return the gradients in the order of the inputs."""
     call, needs_grad = prepared.kernel_call, list(inputs.needs_grad)
-    grad_lse = inputs.grad_lse
-    tensors = [inputs.grad_out, *saved, *([] if grad_lse is None else [grad_lse])]
-    if torch.is_grad_enabled() or is_intercepted(tensors):
-        _refuse_batched_gradients((inputs.grad_out, *([] if grad_lse is None else [grad_lse])))
+    grads = inputs.grad_out, inputs.grad_lse, inputs.grad_entropy
+    given = [g for g in grads if g is not None]
+    if torch.is_grad_enabled() or is_intercepted([*saved, *given]):
+        refuse_batched_gradients(given)
         if call.check is not None:  # the operator has no kernels that compare data
             call.check.launch_backward()
         runs, layout = unpack(call.runs)
         scores, masks = inputs.captured
-        dquery, dkey, dvalue, captured = torch.ops.attnkit.backward(
-            *operator_tensors(inputs.grad_out, grad_lse, saved[:5]),
+        dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
+            *operator_tensors(
+                grads, [*saved[:5], inputs.lse if inputs.entropy is None else inputs.entropy]
+            ),
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
             scores,
             [_detached(t) for t in masks],
             runs,
             layout,
-            call.program.text,
-            call.template,
+            [],
+            [],
+            request_of(call),
             inputs.scale,
             needs_grad,
         )
     else:
         dquery, dkey, dvalue, captured = gradients(call, inputs)
-        prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
+        if inputs.grad_entropy is None:
+            prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
     dcaptured = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
     return dquery, dkey, dvalue, *dcaptured
 
 
 def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
-    """Run a prepared call with autograd support; return out, LSE and row maxima or None.
+    """Run a prepared call with autograd support; return out, LSE, row maxima and entropies.
 
-    Autograd can differentiate out and LSE in query, key, value and the score's captured tensors.
+    Autograd can differentiate out, LSE and entropies in query, key, value and the score's captured
+    tensors. Maxima and entropies that the call does not return are None (or empty).
 
     Args:
         prepared: the prepared call.
@@ -380,10 +349,10 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
     if is_intercepted((query, key, value, *scores, *masks)):
         prepared.guard.check()
         refuse_functional("query", query)
-        _refuse_transforms((query, key, value, *scores))
+        refuse_transforms((query, key, value, *scores))
         call = prepared.kernel_call
         runs, layout = unpack(call.runs)
-        out, lse, top = torch.ops.attnkit.forward(
+        *intercepted, _ = torch.ops.attnkit.attention(
             query,
             key,
             value,
@@ -391,12 +360,12 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
             [_detached(t) for t in masks],
             runs,
             layout,
-            call.program.text,
-            call.template,
+            [],
+            [],
+            request_of(call),
             scale,
-            call.need_max,
         )
-        return out, lse, top
+        return tuple(intercepted)
     if prepared.launches_check:
         prepared.guard.check()
     if prepared.attention is None:
@@ -423,7 +392,7 @@ def is_recorded(tensors: Iterable[Tensor]) -> bool:
 record: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
-def _refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
+def refuse_batched_gradients(gradients: Iterable[Tensor]) -> None:
     """Raise an UnsupportedError for batched gradients, for which the backward has no rule.
 
     Raises:
@@ -456,7 +425,19 @@ def _detached(t: Tensor) -> Tensor:
     return t.detach() if t.requires_grad else t
 
 
-def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
+def refuse_forward_mode() -> NoReturn:
+    """Raise an UnsupportedError, because attention has no forward-mode derivative.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
+        'backend="eager" (dense, differentiable in both)'
+    )
+
+
+def refuse_transforms(tensors: Iterable[Tensor]) -> None:
     """Raise an UnsupportedError for tensors whose torch.func transform an operator would drop.
 
     Raises:
@@ -470,10 +451,7 @@ def _refuse_transforms(tensors: Iterable[Tensor]) -> None:
         )
     # torch drops the tangents of an operator's inputs if no gradient is recorded
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise UnsupportedError(
-            "attnkit's attention has no forward-mode derivative; take the reverse mode, or use "
-            'backend="eager" (dense, differentiable in both)'
-        )
+        refuse_forward_mode()
     if any(is_grad_tracking(t) for t in tensors):
         raise UnsupportedError(
             "attnkit's attention has no rule for torch.func.grad; take torch.autograd, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -236,10 +236,7 @@ class BlockMask:
             ArgumentError: there are too many indices.
         """
         blocks = self.to_flex()
-        places = index if isinstance(index, tuple) else (index,)
-        for at, size in zip(places, blocks.kv_num_blocks.shape, strict=False):
-            if isinstance(at, int) and not -size <= at < size:  # PyTorch returns an empty mask
-                raise BoundsError(f"index {at} is out of range for a BlockMask with {size} entries")
+        check_index(index, blocks.kv_num_blocks.shape)
         try:
             return blocks[index]
         except _REFUSED as error:
@@ -347,6 +344,21 @@ def create_block_mask(
     return mask
 
 
+def check_index(index: Any, sizes: Sequence[int]) -> None:
+    """Check the ints in an index of a block mask, for which PyTorch would return an empty mask.
+
+    Args:
+        index: an int, a slice or an index tensor, or a tuple of these.
+        sizes: batch size, heads and rows of tiles.
+
+    Raises:
+        BoundsError: an int is out of range.
+    """
+    for at, size in zip(index if isinstance(index, tuple) else (index,), sizes, strict=False):
+        if isinstance(at, int) and not -size <= at < size:
+            raise BoundsError(f"index {at} is out of range for a BlockMask with {size} entries")
+
+
 def _device_of(mask_mod: Callable[..., Any]) -> torch.device:
     """Return the first device of a mask's captured tensors that is not the CPU, else the CPU."""
     captured = trace_cached(mask_mod, "mask", torch.device("cpu")).tensors
@@ -430,7 +442,10 @@ def _other_lengths(lengths: tuple[int, int], query: Tensor, key: Tensor) -> str:
             "the tensors seem to be [batch, length, heads, head dim]; expected [batch, heads, "
             "length, head dim]: query.transpose(1, 2)"
         )
-    return "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it"
+    return (
+        "build it for these lengths, or pass the mask itself as block_mask and let attnkit do it; "
+        "after block_mask[index], assign the seq_lengths of the selection"
+    )
 
 
 def check_mask_shape(

@@ -376,6 +376,13 @@ def from_flex(block_mask: BlockMask) -> BlockRuns:
                 "list each block once"
             )
         states = states + full.to(torch.int8) * FULL
+    rows = -(-q_len // block[0])
+    if partial.shape[2] != rows:
+        raise ShapeError(
+            f"block_mask lists {partial.shape[2]} rows of blocks, but {q_len} queries in blocks of "
+            f"{block[0]} are {rows} rows; assign lists, seq_lengths and BLOCK_SIZE that fit each "
+            "other, or create the block mask again"
+        )
     return BlockRuns.from_states(states, q_len, kv_len, block)
 
 

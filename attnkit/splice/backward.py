@@ -44,6 +44,10 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     if program.checked or not (spec.emulated or query.is_cuda):
         return False
+    if inputs.grad_entropy is not None and (
+        any(inputs.needs_grad) or not template.entropies(widths)
+    ):
+        return False
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
     columns = template.block_kv(widths)
@@ -84,6 +88,8 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     )
     switches = template.switches(case)
     light = _light(program, bool(learned.scores))
+    if inputs.grad_entropy is not None:  # which q blocks of 64 rows leave registers for
+        switches, light = switches | {"with_entropy": True}, False
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

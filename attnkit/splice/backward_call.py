@@ -17,7 +17,7 @@ from attnkit.codegen.load_indices import data_bound
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
-from attnkit.splice import exact_sums, sink_gradient
+from attnkit.splice import entropy_gradient, exact_sums, sink_gradient
 from attnkit.splice.backward_rows import row_work
 from attnkit.splice.backward_sources import (
     RowWork,
@@ -173,7 +173,8 @@ class BackwardCall:
         if not repeatable:
             query, key, value, out, grad_out = map(loadable, tensors)
         lse = inputs.lse if inputs.lse.is_contiguous() else inputs.lse.contiguous()
-        grad_lse = lse if inputs.grad_lse is None else inputs.grad_lse.contiguous()
+        grad_lse = entropy_gradient.with_lse(inputs)
+        grad_lse = lse if grad_lse is None else grad_lse.contiguous()
         capturing = is_capturing(self.device)
         buffers = self._allocate(inputs.captured.scores, repeatable)
 
@@ -203,7 +204,7 @@ class BackwardCall:
         if not self.direct:
             for t, g in zip(buffers.grads, buffers.written, strict=True):
                 t.copy_(g)
-        elif repeatable and self.scale is None and not (capturing or self.deterministic):
+        elif repeatable and self.scale is None and self._may_learn(capturing):
             sinks = () if inputs.sink is None else (inputs.sink,)
             call_inputs = [query, key, value, out, grad_out, lse, *scores, *sinks, *masks]
             call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
@@ -212,8 +213,19 @@ class BackwardCall:
         pairs = zip(scores, buffers.totals, strict=True)
         captured = [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
         if inputs.sink is not None:
-            captured.append(sink_gradient.sum_parts(*buffers.sink) if buffers.sink else None)
+            captured.append(self._sink_gradient(inputs, buffers))
         return (dq, dk, dv), captured
+
+    def _may_learn(self, capturing: bool) -> bool:
+        """Return whether a replay of all kernels would be a whole backward."""
+        return not (capturing or self.deterministic or self.settings.with_entropy)
+
+    def _sink_gradient(self, inputs: BackwardInputs, buffers: Buffers) -> Tensor | None:
+        """Return the gradient of the sink from the parts that the preprocess has written."""
+        if not buffers.sink:
+            return None
+        total = sink_gradient.sum_parts(*buffers.sink)
+        return total if inputs.grad_entropy is None else total + entropy_gradient.of_sink(inputs)
 
     def _allocate(self, scores: Sequence[Tensor], repeatable: bool) -> Buffers:
         """Allocate the tensors that the kernels write.
@@ -270,6 +282,7 @@ class BackwardCall:
             work.full,
             zero_counters(self.device, capturing, work.counters),
             *read,
+            *([] if inputs.grad_entropy is None else [inputs.grad_entropy.contiguous()]),
             *(t for t in buffers.totals if t is not None),
             *work.order_tables(),
             *[t.view(torch.int32) for t in buffers.flags],
@@ -405,7 +418,8 @@ def prepare(
     workers = worker_count(query.device, kernel_call.spec.emulated)
     case = kernel_call.template, kernel_call.program, kernel_call.runs, tuple(inputs.needs_grad)
     sink = inputs.sink is not None, inputs.needs_sink_grad
-    kind = inputs.grad_lse is None, sink, query.dtype, query.device
+    grads = inputs.grad_lse is None, inputs.grad_entropy is None
+    kind = grads, sink, query.dtype, query.device
     key = case, kind, workers, sizes, kinds, kernel_call.check
     build = lambda: _build_call(kernel_call, inputs, settings(), workers)
     return _calls.get(key, inputs.captured.masks, build)
@@ -440,7 +454,8 @@ def _build_call(
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, clamp)
-    with_lse, with_sink = inputs.grad_lse is not None, inputs.needs_sink_grad
+    with_lse = inputs.grad_lse is not None or settings.with_entropy
+    with_sink = inputs.needs_sink_grad
     # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
     reads_sink = with_sink or (inputs.sink is not None and before is not None)
     like = [torch.empty_like(t, device="meta") for t in (query, key, value)]

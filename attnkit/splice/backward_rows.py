@@ -1,4 +1,4 @@
-"""Decide which work on whole rows the kernels before and after a main backward kernel do."""
+"""Decide what the preprocess and the postprocess of a backward compute for whole rows."""
 
 from __future__ import annotations
 

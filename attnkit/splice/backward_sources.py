@@ -12,6 +12,7 @@ from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
 from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.captured_arguments import TensorKind
+from attnkit.splice.entropy_gradient import ENTROPY_GRADS
 from attnkit.splice.mask_intervals import Bounds
 from attnkit.splice.program import Program
 from attnkit.util import caches
@@ -172,7 +173,7 @@ def main_source(
         arguments = main_arguments(
             settings.values["dtype"],
             settings.head_dims,
-            captured,
+            (*captured, *ENTROPY_GRADS) if settings.with_entropy else captured,
             totals,
             deterministic=settings.deterministic,
             first_writer=settings.first_writer,

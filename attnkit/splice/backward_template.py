@@ -56,6 +56,8 @@ class BackwardTemplate:
             `graph.learned_loads`.
         block_kv: widths -> columns of a kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
+        entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
+            captured tensor needs a gradient.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -78,6 +80,7 @@ class BackwardTemplate:
     block_kv: Callable[[HeadDims], int]
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
+    entropies: Callable[[HeadDims], bool]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
@@ -118,6 +121,11 @@ class BackwardSettings:
         """Return (head_dim, head_dim_v) as the kernels compute them, rounded up."""
         values = self.values
         return values["head_dim"], values["head_dim_v"]
+
+    @property
+    def with_entropy(self) -> bool:
+        """Return whether the kernels add the gradient of the rows' entropies."""
+        return bool(self.values.get("with_entropy"))
 
     @property
     def row_sums(self) -> bool:

@@ -1,7 +1,7 @@
 """Pass the fingerprints of captured data to kernels that compare them beside their own work.
 
-The forward of Hopper and the preprocess of a backward do so in warps that are idle, or at their
-end. That costs no launch. `fingerprint_check` has a kernel for all other calls.
+Hopper's forward compares them in idle warps, and the preprocess of a backward at its end. That
+costs no launch. `fingerprint_check` has a kernel for all other calls.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from attnkit.util.fingerprint import CHUNK
 class CheckTable:
     """Holds the table that a kernel reads to compare data with its fingerprints.
 
-    It keeps the fingerprints alive, and not the data. So the table must not be used once the memory
+    It keeps the fingerprints alive, and not the data. The table must not be used after the memory
     of the data was freed.
 
     Attributes:
         rows: int64 [tensors, 5], see `templates.common.fingerprint.CheckedWord`.
         states: states of the data.
         expected: the fingerprints.
-        owner: what has the number of a report; kept alive, so that an error can name the tensor.
+        owner: the guard whose number a report holds; kept alive, so that an error can name the
+            tensor.
     """
 
     rows: Tensor
@@ -55,7 +56,7 @@ class DataCheck:
     Attributes:
         forward: table of the forward kernel.
         backward: table of the preprocess kernel of the backward; None if it compares nothing.
-        launch_backward: function that launches the kernel of its own before a backward whose
+        launch_backward: function that launches the separate kernel, before a backward whose
             kernels cannot compare data.
     """
 

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from attnkit.splice.sink_gradient import RepeatedBackward
 
 Attention: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Captured, float], tuple[Tensor, Tensor, Tensor | None]
-]  # query, key, value, captured tensors, scale -> out, LSE, row maxima
+    [Tensor, Tensor, Tensor, Captured, float],
+    tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+]  # query, key, value, captured tensors, scale -> out, LSE, row maxima, entropies
 
 
-def run_forward(call: KernelCall, inputs: ForwardInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward of `call`; return out, LSE, and row maxima (None unless `call.need_max`)."""
+def run_forward(
+    call: KernelCall, inputs: ForwardInputs
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run the forward of `call`; return out, LSE, row maxima and entropies of the rows.
+
+    The maxima are None unless `call.need_max`, the entropies unless `call.need_entropy`.
+    """
     attention = prepare_forward(call, inputs)
     return attention(inputs.query, inputs.key, inputs.value, inputs.captured, inputs.scale)
 
@@ -70,10 +76,19 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         with torch.no_grad(), _without_autocast(query):
             hooks = CpuHooks(call.program, *captured, compute_dtype(query), query.device)
-            return cpu.forward(query, key, value, call.runs, hooks, scale, need_max=call.need_max)
+            return cpu.forward(
+                query,
+                key,
+                value,
+                call.runs,
+                hooks,
+                scale,
+                need_max=call.need_max,
+                need_entropy=call.need_entropy,
+            )
 
     return attention
 
@@ -92,14 +107,14 @@ def run_backward(
     if call.spec.target is not None:
         from attnkit.splice import backward
 
-        call, own = _without_sink(call, inputs)
-        tables = _tables(call, own)
+        plain, own = _without_sink(call, inputs)
+        tables = _tables(plain, own)
         if tables is not None:
             kernels = _with_tables(tables, own, tables.example(own.captured))
             if backward.supports(tables.inner, kernels):
                 return _backward_with_tables(tables, own)
-        if backward.supports(call, own):
-            return backward.prepare(call, own)(own)
+        if backward.supports(plain, own):
+            return backward.prepare(plain, own)(own)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 
@@ -121,6 +136,8 @@ def run_backward(
             call.runs,
             hooks,
             inputs.scale,
+            entropy=inputs.entropy,
+            grad_entropy=inputs.grad_entropy,
         )
         return gradients, hooks.gradients
 

@@ -1,4 +1,4 @@
-"""Run kernels whose score_mod reads tables by distance, which torch operators compute before them.
+"""Compute tables by distance before kernels, and gradients through the tables after them.
 
 The rest of attnkit sees a call of the user's score_mod: `DistanceCall` adds the tables to the
 captured tensors of a forward and of a backward, and turns their gradients into those of the
@@ -26,7 +26,7 @@ from attnkit.splice.sink_gradient import RepeatedBackward
 from attnkit.util import caches
 from attnkit.util.tensor_cache import VersionedCache
 
-# Fewer scores take a kernel less time than the operators that compute the tables take the host.
+# A call with fewer scores saves less time in its kernel than the operators for the tables cost.
 LEAST_SCORES = 1 << 24
 LEAST_LENGTH = 64  # of either sequence: a distance of fewer scores is not worth a table
 
@@ -197,7 +197,7 @@ class DistanceForward:
 
 
 def with_tables(program: Program) -> Program:
-    """Return a program whose score_mod reads tables by distance, where it has use for them."""
+    """Return a program whose score_mod reads tables by distance, if it has expensive ones."""
     tables = None if program.score is None else distance_tables(program.score)
     return program if tables is None else replace(program, score=tables.score)
 
@@ -209,7 +209,7 @@ def has_tables(sizes: CallSizes) -> bool:
 
 
 def distance_call(call: KernelCall, inputs: ForwardInputs | BackwardInputs) -> DistanceCall | None:
-    """Return the cached or new `DistanceCall` of a kernel call; None if it has no use for tables.
+    """Return the cached or new `DistanceCall` of a kernel call; None if it needs no tables.
 
     Args:
         call: a call of GPU kernels.

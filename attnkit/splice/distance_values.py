@@ -1,9 +1,9 @@
-"""Evaluate tables by distance with torch operators, and carry their gradients on.
+"""Evaluate tables by distance with torch operators, and compute gradients through them.
 
-`codegen.distance_tables` replaces expressions of q - kv in a score_mod by tables. Here their values
-are computed before the kernels of each call, because captured tensors change from step to step.
-What cannot change between calls (distances, the indices of loads) is computed once. No function that
-runs in every call synchronizes with the GPU.
+`codegen.distance_tables` replaces expressions of q - kv in a score_mod by tables. This module
+computes their values before the kernels of each call, because captured tensors change from step to
+step. What cannot change between calls (distances, the indices of loads) is computed once. No
+function that runs in every call synchronizes with the GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Evaluator:
 
     Attributes:
         roots: the expressions.
-        places: what the loads read that were asked for.
+        places: what each load of the argument `places` reads.
         constants: values that cannot change.
         taken: nodes whose values each call of `run` must pass.
     """
@@ -94,7 +94,7 @@ class Evaluator:
             tensors: captured tensors by slot, on the device of the points; later calls may pass
                 others of the same shapes, but with the same data if indices depend on it.
             given: nodes whose values each call passes.
-            places: loads of which to find out what they read, for `places`.
+            places: loads for which the attribute `places` says what they read.
         """
         order = ir.topo(*roots)
         fixed = watched_slots([*roots, *places])
@@ -154,7 +154,7 @@ def _is_fixed(n: Node, slots: frozenset[int]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Gradient:
-    """Carries the gradient of one table on to the captured tensors.
+    """Computes the gradients of captured tensors from that of one table.
 
     Attributes:
         evaluator: evaluates the cotangents of the loads.
@@ -244,11 +244,14 @@ class DistanceValues:
         ], memo
 
     def _shaped(self, expression: Node, value: Tensor) -> Tensor:
-        names = axes(expression)
-        grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+        grid = self._grid(axes(expression))
         return (
             value.expand(*grid, self.sizes.distances).reshape(self.shape(expression)).contiguous()
         )
+
+    def _grid(self, names: tuple[str, ...]) -> list[int]:
+        """Return the batch size and the number of heads in a table; 1 where it has no such axis."""
+        return [self._size(name) if name in names else 1 for name in ("b", "h")]
 
     def needs_grad(self, needs: Sequence[bool]) -> list[bool]:
         """Return whether the gradient of each table is needed, given that of captured tensors."""
@@ -288,8 +291,7 @@ class DistanceValues:
         pairs = zip(self.tables.expressions, self._gradients[tuple(needs)], grads, strict=True)
         for expression, gradient, grad in pairs:
             if gradient is not None and grad is not None:
-                names = axes(expression)
-                grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+                grid = self._grid(axes(expression))
                 gradient.add(tensors, memo, grad.view(*grid, -1), totals, ordered)
         return totals
 
@@ -316,7 +318,7 @@ class DistanceValues:
             return None
         cotangents = [c for _, c in learned]
         points, span, flat = self._points(axes(expression), kept)
-        # values of the forward are at hand where the points are a part of its grid
+        # where the points are a part of the forward's grid, its values need not be computed again
         given = {_GRAD, *(self.forward.computed if flat is None else ())}
         loads = [n for n, _ in learned]
         evaluator = Evaluator(cotangents, points, self.tensors, given, loads)
@@ -339,7 +341,7 @@ class DistanceValues:
             if found is None or last - first == len(found):
                 return Points.grid(self.sizes, self.device, first, last), (first, last), None
         assert kept is not None
-        grid = [self._size(name) if name in names else 1 for name in ("b", "h")]
+        grid = self._grid(names)
         b, h, at = kept.expand(*grid, count).nonzero().to(self.device).unbind(1)
         flat = (b * grid[1] + h) * count + at
         return Points.listed(b, h, at - (self.sizes.kv_len - 1)), None, flat

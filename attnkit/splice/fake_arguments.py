@@ -37,6 +37,12 @@ def row_tensor() -> Any:
     return make_fake_tensor(Float32, _sizes(3), strides, assumed_align=4)
 
 
+def statistics_tensor() -> Any:
+    """Build a fake float32 tensor [n, B, H, S]."""
+    strides = (*(cute.sym_int64() for _ in range(3)), 1)
+    return make_fake_tensor(Float32, _sizes(4), strides, assumed_align=4)
+
+
 def captured_tensor(dtype: str, ndim: int, contiguous: bool) -> Any:
     """Build a fake captured tensor of any sizes and strides; `contiguous` fixes the last stride."""
     number = _DTYPES[dtype]
@@ -56,6 +62,7 @@ def forward_arguments(
     value_dim: int,
     tile: tuple[int, int],
     captured: tuple[tuple[str, int, bool], ...],
+    need_entropy: bool = False,
 ) -> tuple[Any, ...]:
     """Build the arguments of the forward kernels of `templates.sm90` and `templates.sm100`.
 
@@ -64,6 +71,7 @@ def forward_arguments(
         head_dim, value_dim: head dims of query and key, and of value.
         tile: rows and columns of an output tile.
         captured: (dtype, rank, whether rows are contiguous) of each captured tensor.
+        need_entropy: whether the kernel writes entropies, beside or instead of row maxima.
     """
     work_tiles = make_fake_tensor(Int32, (cute.sym_int(), 12), (12, 1), assumed_align=16)
     runs = (
@@ -77,7 +85,7 @@ def forward_arguments(
         tile_tensor(dtype, value_dim),
         tile_tensor(dtype, value_dim),
         row_tensor(),
-        row_tensor(),
+        statistics_tensor() if need_entropy else row_tensor(),
         work_tiles,
         *runs,
         counter,

@@ -75,7 +75,8 @@ def layout_of(
     candidates = kernels(*head_dims, program.score is not None, target.template)
     chosen = settings.fit(next(k for k in candidates if k.block == block), form, False)
     name = str(dtype).removeprefix("torch.")
-    return settings.layout(settings.config(form, chosen, name, head_dims, False, target.arch))
+    config = settings.config(form, chosen, name, head_dims, False, False, target.arch)
+    return settings.layout(config)
 
 
 def forward_block(
@@ -152,7 +153,8 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     chosen = template.fit(
         chosen, variant.form, variant.mask is not None or variant.lists_override_mask
     )
-    config = template.config(variant.form, chosen, dtype, head_dims, need_max, target.arch)
+    needed = need_max, kernel_call.need_entropy
+    config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
     check, slot = None, len(arguments) - 1  # of the sink, if there is one
     if kernel_call.check is not None and template.checks_data:
         check = kernel_call.check.forward
@@ -167,7 +169,9 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         inputs.scale > 0,
     )
 
-    work = forward_work(runs, chosen, query, key, value, workers, split=not need_max)
+    # the statistics of the parts of split rows are not combined
+    split = not (need_max or kernel_call.need_entropy)
+    work = forward_work(runs, chosen, query, key, value, workers, split=split)
     tile = template.tile(chosen, head_dims)
     combine = None
     if work.slots:
@@ -196,6 +200,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         numbers=(heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
         combine=combine,
         need_max=need_max,
+        need_entropy=kernel_call.need_entropy,
         check=check,
     )
 

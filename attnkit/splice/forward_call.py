@@ -34,7 +34,8 @@ from attnkit.util.torch_private import (
     stream_of,
 )
 
-ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, row maxima
+# Out, LSE, row maxima or None, entropies of the rows or None.
+ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # Function that runs a kernel: (source, arguments, indices of outputs, indices of arguments that
 # change from call to call) -> a function that relaunches the kernel, or None.
 Runner: TypeAlias = Callable[
@@ -84,6 +85,7 @@ class ForwardCall:
         numbers: query heads per kv head, and number of CTAs.
         combine: the combine kernel; None if no row is split.
         need_max: whether the call returns the row maxima.
+        need_entropy: whether the call returns the entropies of the rows.
         check: what the kernel compares with fingerprints; `captured` ends with its table.
         spare: placeholders for the partial results if no row is split; empty if some row is split.
         relaunch: function that relaunches this call; None until its kernels have run.
@@ -103,6 +105,7 @@ class ForwardCall:
     numbers: tuple[int, int]
     combine: CombineKernel | None
     need_max: bool
+    need_entropy: bool
     check: CheckTable | None = None
     spare: tuple[Tensor, ...] = field(init=False)
     relaunch: RepeatedForward | None = field(init=False, default=None)
@@ -118,7 +121,7 @@ class ForwardCall:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs:
-        """Run the call on the current stream; return out, LSE, and the row maxima or None."""
+        """Run the call on the current stream; return out, LSE, row maxima and entropies or None."""
         if self.relaunch is not None:
             outputs = self.relaunch(query, key, value, captured, scale)
             if outputs is not None:
@@ -133,7 +136,7 @@ class ForwardCall:
             out if self.direct else torch.empty(self.shape, dtype=self.dtype, device=self.device)
         )
         lse = self._empty(self.shape[:3])
-        top = self._empty(self.shape[:3]) if self.need_max else lse
+        statistics = None if self.statistics is None else self._empty(self.statistics)
         capturing = is_capturing(self.device)
         counter = zero_counters(self.device, capturing)
         tensors = read_captured(self.captured, captured, self.device)
@@ -148,7 +151,7 @@ class ForwardCall:
             value,
             target,
             lse,
-            top,
+            lse if statistics is None else statistics,
             *self.tables,
             counter,
             *parts,
@@ -168,7 +171,24 @@ class ForwardCall:
         elif repeatable and self.relaunch is None and main is not None:
             relaunch = repeated_forward(self, captured, main, combine)
             object.__setattr__(self, "relaunch", relaunch)
-        return out, lse, top if self.need_max else None
+        return out, lse, *self.split_statistics(statistics)
+
+    @property
+    def statistics(self) -> tuple[int, ...] | None:
+        """Return the shape of the tensor in which the kernel writes statistics; None for none.
+
+        It is that of the row maxima. With entropies it has one more axis: entropies, then maxima.
+        """
+        rows = self.shape[:3]
+        if self.need_entropy:
+            return 1 + self.need_max, *rows
+        return rows if self.need_max else None
+
+    def split_statistics(self, written: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the row maxima and the entropies that the call returns, from what was written."""
+        if written is None or not self.need_entropy:
+            return written, None
+        return written[1] if self.need_max else None, written[0]
 
     def _changing(self) -> Iterator[int]:
         """Yield the indices of the kernel's arguments that change from call to call."""
@@ -203,7 +223,9 @@ def repeated_forward(
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
     has_sink = call.combine is not None and call.combine.sink is not None
     sinks = slice(-1, None) if has_sink else slice(0)
-    device, index, need_max = call.device, call.device.index, call.need_max
+    device, index = call.device, call.device.index
+    statistics = call.statistics
+    statistics_strides = _compact(statistics or ())
     slots = [
         (a.graph, a.slot, captured[a.graph][a.slot].device == device)
         for a in call.captured
@@ -230,9 +252,11 @@ def repeated_forward(
             counter = counters[stream] = zero.data_ptr(), zero
         out = make(shape, strides, dtype)
         lse = make(row_shape, row_strides, torch.float32)
-        top = make(row_shape, row_strides, torch.float32) if need_max else None
+        written = None
+        if statistics is not None:
+            written = make(statistics, statistics_strides, torch.float32)
         o, l = out.data_ptr(), lse.data_ptr()
-        addresses = [q, k, v, o, l, l if top is None else top.data_ptr(), counter[0]]
+        addresses = [q, k, v, o, l, l if written is None else written.data_ptr(), counter[0]]
         if combine is not None:
             split = [make(s, t, torch.float32) for s, t in parts]
             addresses += [t.data_ptr() for t in split]
@@ -246,7 +270,7 @@ def repeated_forward(
         main(stream, addresses, (scale,))
         if combine is not None:
             combine(stream, [*addresses[7:9], o, l, *addresses[sinks]])
-        return out, lse, top
+        return out, lse, *call.split_statistics(written)
 
     return run
 

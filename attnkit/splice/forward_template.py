@@ -30,8 +30,8 @@ class ForwardTemplate(NamedTuple):
             -> the kernel, and the reason as text.
         fit: (kernel, score_mod, whether there is a mask) -> the kernel, adapted to the registers
             that the variant needs.
-        config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, architecture)
-            -> arguments of the template's `ForwardConfig`.
+        config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, whether
+            entropies are needed, architecture) -> arguments of the template's `ForwardConfig`.
         tile: (kernel, head dims) -> (rows, columns) of an output tile, also the size of a partial
             result of split KV.
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
@@ -44,7 +44,7 @@ class ForwardTemplate(NamedTuple):
         [Sequence[Kernel], HeadDims, BlockRuns | None, bool, ScoreForm], tuple[Kernel, str]
     ]
     fit: Callable[[Kernel, ScoreForm, bool], Kernel]
-    config: Callable[[ScoreForm, Kernel, str, HeadDims, bool, str], dict[str, Any]]
+    config: Callable[[ScoreForm, Kernel, str, HeadDims, bool, bool, str], dict[str, Any]]
     tile: Callable[[Kernel, HeadDims], tuple[int, int]]
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
     layout: Callable[[dict[str, Any]], Layout]

@@ -99,7 +99,7 @@ class _Search:
         return found
 
     def _covered(self, runs: Runs) -> Tensor:
-        """Return the distances of all positions in runs of tiles: bool [batch, heads, distances]."""
+        """Return the distances of positions in runs of tiles: bool [batch, heads, distances]."""
         sizes, grid = self._sizes, self._runs
         pair, row = self._rows(runs)
         first_q, first_kv = row * grid.block[0], runs.start.long() * grid.block[1]

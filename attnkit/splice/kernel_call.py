@@ -29,6 +29,7 @@ class KernelCall:
         runs: tiles to visit, whose sizes equal the kernel's tile sizes or are multiples of them;
             None for all tiles.
         need_max: whether the forward also returns the row maxima.
+        need_entropy: whether the forward also returns the entropies of the rows.
         tables: whether GPU kernels read what the score_mod computes of q - kv from tables, see
             `splice.distance_values`; None to decide by the number of scores.
         check: captured data that the kernels compare with its fingerprints, if they can; None if
@@ -39,6 +40,7 @@ class KernelCall:
     program: Program
     runs: BlockRuns | None
     need_max: bool = False
+    need_entropy: bool = False
     tables: bool | None = None
     check: DataCheck | None = None
 
@@ -94,6 +96,9 @@ class BackwardInputs:
         sink: the attention sink [Hq]. It is None without a sink, and before `without_sink`, when
             the sink is the last of the score's tensors.
         needs_sink_grad: whether the gradient of `sink` is needed.
+        entropy: entropies of the rows, [B, Hq, Sq], an output of the forward; None if their
+            gradient is zero.
+        grad_entropy: gradient of `entropy`; None for zero.
     """
 
     query: Tensor
@@ -108,6 +113,8 @@ class BackwardInputs:
     scale: float
     sink: Tensor | None = None
     needs_sink_grad: bool = False
+    entropy: Tensor | None = None
+    grad_entropy: Tensor | None = None
 
     def without_sink(self) -> BackwardInputs:
         """Return the inputs with the last of the score's tensors, the sink, moved to `sink`."""
@@ -125,6 +132,7 @@ class BackwardInputs:
         outputs: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor | None],
         needs_grad: Sequence[bool],
+        entropy: tuple[Tensor, Tensor] | None = None,
     ) -> BackwardInputs:
         """Build the inputs of a backward from the inputs and outputs of its forward.
 
@@ -133,7 +141,9 @@ class BackwardInputs:
             outputs: output and LSE of the forward.
             grads: gradients of the output and of the LSE.
             needs_grad: see the attribute.
+            entropy: entropies of the rows and their gradient; None for a gradient of zero.
         """
+        rows, grad_rows = entropy or (None, None)
         return cls(
             forward.query,
             forward.key,
@@ -143,4 +153,6 @@ class BackwardInputs:
             captured=forward.captured,
             needs_grad=needs_grad,
             scale=forward.scale,
+            entropy=rows,
+            grad_entropy=grad_rows,
         )

@@ -1,7 +1,7 @@
 """Sum the gradient of an attention sink from the parts that the preprocess kernel writes.
 
-Each warp of that kernel writes the sum over its rows. Torch adds the parts in a fixed order, so that
-the gradient has the same bits at every run.
+Each warp of that kernel writes the sum over its rows. Torch adds the parts in a fixed order, so the
+gradient has the same bits at every run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def sum_parts(parts: Tensor) -> Tensor:
 
 
 def summed(replay: Replay | None) -> RepeatedBackward | None:
-    """Return a function that relaunches a backward whose fourth result are parts of a gradient.
+    """Return a function that relaunches a backward, and sums the parts of the sink's gradient.
 
-    It returns the gradients of query, key, value and the score's tensors, and that of the sink.
+    `replay` returns dQ, dK, dV, the parts, and the gradients of the score's tensors. The function
+    returns dQ, dK, dV, the gradients of the score's tensors, and that of the sink.
     """
     if replay is None:
         return None

@@ -28,7 +28,7 @@ __all__ = [
 
 # operations that run on the same hardware unit as exponentials
 _SPECIAL = frozenset(
-    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow".split()
+    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow atan2 erfinv".split()
 )
 
 
@@ -43,6 +43,7 @@ def config_of(
     dtype: str,
     head_dims: tuple[int, int],
     need_max: bool,
+    need_entropy: bool,
     arch: str,
 ) -> dict[str, Any]:
     """Return the arguments of the `ForwardConfig` of `templates.sm100` for a variant."""
@@ -63,6 +64,7 @@ def config_of(
         "alias": kernel.lacks_o_smem,
         "poly": poly_of(form, arch),
         "need_max": need_max,
+        "need_entropy": need_entropy,
     }
     # Q K in halves shortens the dependent chain of a tile but reads Q twice; with wide heads shared
     # memory would become the limit
@@ -113,7 +115,8 @@ def build(
 
     settings = ForwardConfig(**config)
     tile = settings.block_q, settings.head_dim_v
-    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
+    needed = settings.need_entropy
+    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
     hooks = variant.hooks(positive)
     return Build(Forward(settings, hooks), arguments, options_of(hooks))
 

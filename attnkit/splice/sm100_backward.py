@@ -120,6 +120,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    entropies=lambda widths: False,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

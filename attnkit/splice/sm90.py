@@ -74,6 +74,7 @@ def config_of(
     dtype: str,
     head_dims: tuple[int, int],
     need_max: bool,
+    need_entropy: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
     """Return the arguments of the `ForwardConfig` of `templates.sm90` for a variant."""
@@ -87,6 +88,7 @@ def config_of(
         "double_buffer_p": kernel.double_buffer_p,
         "store_from_registers": kernel.lacks_o_smem,
         "need_max": need_max,
+        "need_entropy": need_entropy,
     }
     if (
         form.ceiling is not None
@@ -101,8 +103,10 @@ def config_of(
             "exp_before_wait": True,
             "poly": 4,
         }
-    elif form.slope is not None and config["head_dim"] > 128:
-        # the terms per column occupy the registers that a second P would need
+    elif (form.slope is not None and config["head_dim"] > (64 if need_entropy else 128)) or (
+        need_entropy and kernel.block == WIDEST
+    ):
+        # the terms per column, or exponents, occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
 
@@ -139,7 +143,8 @@ def build(
 
     settings = ForwardConfig(**config)
     tile = settings.block_q, settings.head_dim_v
-    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured)
+    needed = settings.need_entropy
+    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
     return Build(Forward(settings, variant.hooks(positive)), arguments)
 
 

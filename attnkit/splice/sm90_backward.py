@@ -64,6 +64,11 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     return {"less_lse": case.additive and not case.learned}
 
 
+def entropies(widths: tuple[int, int]) -> bool:
+    """Return whether the kernels can add the gradient of the rows' entropies."""
+    return max(widths) <= 128
+
+
 def splits(settings: BackwardSettings) -> bool:
     """Return whether several work tiles may share a kv block."""
     values = settings.values
@@ -138,6 +143,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    entropies=entropies,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

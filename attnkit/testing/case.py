@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
+from attnkit.runtime.normalization import check_normalization
 from attnkit.util.arguments import (
     check_dtype,
     check_flag,
@@ -87,6 +88,7 @@ class Case:
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
         spread: standard deviation of query and key; large values give a peaked softmax.
         sink: whether each head has an attention sink, a random logit.
+        normalization: "softmax" or "softmax1" (then without a sink).
         seed: seed of the random numbers.
 
     Raises:
@@ -113,6 +115,7 @@ class Case:
     scale: float | None = None
     spread: float = 1.0
     sink: bool = False
+    normalization: str = "softmax"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -147,6 +150,9 @@ class Case:
         check_scale(self.scale, self.head_dim)
         check_seed(self.seed)
         check_flag("sink", self.sink)
+        check_normalization(self.normalization)
+        if self.sink and self.normalization != "softmax":
+            raise OptionError(f"normalization={self.normalization!r} takes no sink")
         if type(self.spread) not in (int, float) or not 0 <= self.spread <= _WIDEST:
             raise OptionError(
                 f"spread must be a number from 0 to {_WIDEST:g}, got {shown(self.spread)}"
@@ -182,7 +188,12 @@ class Case:
         return tensors[0], tensors[1], tensors[2]
 
     def sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Return random sinks [Hq] that require grad, float32 or float64; None without a sink."""
+        """Return the sinks [Hq] of a dense softmax, float32 or float64; None without a sink.
+
+        They are random and require grad; those of softmax1 are zeros, which do not.
+        """
+        if self.normalization == "softmax1":
+            return torch.zeros(self.heads, dtype=self._wide, device=device)
         if not self.sink:
             return None
         generator = torch.Generator().manual_seed(self.seed + 2)
@@ -220,6 +231,8 @@ class Case:
             parts.append(f"scale {self.scale:g}")
         if self.sink:
             parts.append("sink")
+        if self.normalization != "softmax":
+            parts.append(self.normalization)
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:

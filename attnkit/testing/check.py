@@ -50,10 +50,10 @@ def check_variant(
     """Check a variant on many random calls against dense attention in float64.
 
     The calls differ in lengths (ragged, unequal), batch, heads (with and without GQA), head dims,
-    dtype, strides, tile sizes, scale, values and whether there is an attention sink. The check runs every backend that this machine
-    supports, with several tile sizes. It compares the output, the LSE, the row maxima, fully masked
-    rows and columns, and the gradients of query, key, value and captured tensors, both through the
-    output and through the LSE. It also compares the traced graph with the user's function called
+    dtype, strides, tile sizes, scale, values, and whether there is an attention sink or softmax1. The
+    check runs every backend that this machine supports, with several tile sizes. It compares the
+    output, the LSE, the row maxima, fully masked rows and columns, and the gradients of query, key,
+    value and captured tensors, both through the output and through the LSE. It also compares the traced graph with the user's function called
     with torch tensors, and the tiles with the dense mask. In each row an error may be at most
     twice that of dense attention in the same dtype, plus a few roundings
     (`attnkit.testing.tolerance`).

@@ -40,7 +40,8 @@ class DenseCall:
         case: sizes, dtype and seed.
         captured: leaf tensors to differentiate with respect to.
         device: where to run.
-        sink: attention sink [Hq], one of the tensors of `captured`; None for none.
+        sink: attention sink [Hq], one of the tensors of `captured` if it requires grad; None for
+            none.
     """
 
     score_mod: Callable[..., Any] | None
@@ -100,8 +101,8 @@ def _leaves(t: Tensor) -> list[Tensor]:
 
 
 def with_sink(captured: Captured, sink: Tensor | None) -> Captured:
-    """Return `captured` with the attention sink, if there is one, as the last tensor."""
-    if sink is None:
+    """Return `captured` with the attention sink as the last tensor, if there is one that learns."""
+    if sink is None or not sink.requires_grad:
         return captured
     return Captured((*captured.names, "sink"), (*captured.tensors, sink))
 
@@ -158,7 +159,7 @@ def run(
         backend: backend of `flex_attention`.
         device: where to run.
         block: (q, kv) tile sizes; None uses those of the plan.
-        sink: attention sink [Hq]; None for none.
+        sink: attention sink [Hq]; None for none. It is not passed if the normalization stands for it.
     """
     inputs = case.inputs(device)
     out, aux = variant(
@@ -168,7 +169,8 @@ def run(
         return_aux=AuxRequest(lse=True, max_scores=True),
         kernel_options=None if block is None else {"BLOCK_M": block[0], "BLOCK_N": block[1]},
         backend=backend,
-        sink=sink,
+        sink=sink if case.normalization == "softmax" else None,
+        normalization=case.normalization,
     )
     return differentiate(case, (out, aux.lse, aux.max_scores), inputs, captured)
 

@@ -94,7 +94,7 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
         quantities["dvalue" + through] = _shared(dvalue, case)
         for name, gradient in zip(captured.names, others, strict=True):
             quantities[f"d{name}{through}"] = gradient
-    if logit is not None:
+    if call.sink is not None and call.sink.requires_grad and logit is not None:
         p = torch.exp(inner(logit - lse, (logit - lse).abs()))
         minus_delta = inner(-terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True))
         for through, row in (("", minus_delta), (" through lse", grad_lse[..., None])):

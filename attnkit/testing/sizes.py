@@ -55,7 +55,7 @@ def cases(
     Args:
         limits: smallest and largest sizes.
         dtype: one dtype, or several to draw from; None draws from all four.
-        sinks: whether some of the calls have an attention sink.
+        sinks: whether some of the calls have an attention sink, or the normalization softmax1.
     """
     check_limits(limits)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
@@ -66,6 +66,7 @@ def cases(
         else draw(lengths(*limits.kv_len))
     )
     batch = draw(st.integers(*limits.batch))
+    denominator = draw(st.sampled_from(["plain"] * 3 + ["sink", "softmax1"])) if sinks else "plain"
     heads = draw(st.integers(*limits.heads))
     head_dim = draw(st.sampled_from(WIDTHS))
     return Case(
@@ -83,7 +84,8 @@ def cases(
         scale=draw(st.sampled_from([None, None, 0.5, -1.0])),
         spread=draw(st.sampled_from([1.0, 0.1, 3.0])),
         seed=draw(st.integers(0, 999)),
-        sink=draw(st.sampled_from([False, False, True])) if sinks else False,
+        sink=denominator == "sink",
+        normalization="softmax1" if denominator == "softmax1" else "softmax",
     )
 
 

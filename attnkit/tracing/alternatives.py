@@ -23,8 +23,8 @@ _OTHER = (
 )
 
 _INSTEAD = {
-    "embedding embedding_bag index_select gather take take_along_dim one_hot": _LOOKUP,
-    "linear bilinear mm bmm mv addmm addmv addbmm baddbmm einsum tensordot outer ger kron cdist "
+    "embedding_bag one_hot": _LOOKUP,
+    "bilinear bmm addmm addmv addbmm baddbmm einsum tensordot outer ger kron cdist "
     "multi_dot chain_matmul matrix_power cosine_similarity pairwise_distance conv1d conv2d "
     "scaled_dot_product_attention": _PRODUCT,
     "cumsum cumprod cummax cummin logcumsumexp diff sort argsort msort topk kthvalue median mode "

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from attnkit.errors import ArgumentError, OptionError, ShapeError
 
-# Meaning of an axis: None, "b", "h", "q", "kv", "len", or ("q" or "kv", positions per entry).
+# Meaning of an axis: None, "b", "h", "q", "kv", "len", "=q", "=kv", or ("q" or "kv", positions per
+# entry).
 AxisLike: TypeAlias = str | tuple[str, int] | None
 
 _MEANINGS = {"b": ("b",), "h": ("h",), "q": ("q",), "kv": ("kv",), "len": ("q", "kv")}
+_EXACT = {"=q": "q", "=kv": "kv"}
 _SIZES = {"b": "batch size", "h": "query heads", "q": "query length", "kv": "kv length"}
 
 
@@ -42,11 +44,13 @@ class _Limit(NamedTuple):
         size: the field of `Sizes`.
         per: number of positions per entry.
         start: number of positions at the start that are skipped.
+        exact: whether a length must be equal, not at most the size of the axis.
     """
 
     size: str
     per: int = 1
     start: int = 0
+    exact: bool = False
 
 
 class Axes:
@@ -60,8 +64,8 @@ class Axes:
         table: the captured tensor; or an int or a shape, if no tensor exists.
         axes: the meaning of each axis. "b" (batch) and "h" (query heads, also with grouped-query
             attention) must equal the sizes of the query. "q" and "kv" must be at least the query
-            and the kv length, "len" at least both. `("q", 64)` is an axis with one entry per 64
-            positions. None is an axis that is not checked.
+            and the kv length, "len" at least both, "=q" and "=kv" equal to them. `("q", 64)` is an
+            axis with one entry per 64 positions. None is an axis that is not checked.
 
     Raises:
         ArgumentError: `table` has another type.
@@ -122,13 +126,14 @@ it looks transposed: pass bias.T
     def shifted(self, q: int | Tensor | None, kv: int | Tensor | None) -> Axes:
         """Return the declaration for a function shifted by `q` and `kv`, see `Mask.shift`.
 
-        Axes that are shifted by a tensor are not checked, because the positions are unknown.
+        Axes that are shifted by a tensor are not checked, because the positions are unknown, nor
+        are shifted axes of an exact length, as a shifted function need not reach their end.
         """
         by = {"q": q, "kv": kv}
 
         def moved(limit: _Limit) -> _Limit | None:
             steps = by.get(limit.size)
-            if isinstance(steps, Tensor):
+            if isinstance(steps, Tensor) or (limit.exact and steps is not None):
                 return None
             return limit._replace(start=limit.start + (steps or 0))
 
@@ -145,6 +150,15 @@ it looks transposed: pass bias.T
         )
         return other
 
+    def exact_lengths(self) -> list[tuple[str, int]]:
+        """Return ("q" or "kv", length) for each axis that must have the length of a call."""
+        return [
+            (limit.size, self.shape[axis])
+            for axis, limits in enumerate(self._limits)
+            for limit in limits
+            if limit.exact
+        ]
+
     def exact(self) -> dict[str, int]:
         """Return {"b": batch size, "h": query heads} as far as axes of the table declare them."""
         return {
@@ -158,6 +172,8 @@ it looks transposed: pass bias.T
         shape, name = tuple(self.shape), self.name
         most = shape[axis] * limit.per - limit.start
         what = _SIZES[limit.size]
+        if limit.exact:
+            return f"{name} was built for {what} {most}, got {wanted}; build it for that length"
         is_count = limit.size == "h"
         built = f"{most} {what}" if is_count else f"{what} {most}"
         built += "" if limit.size in ("b", "h") else " at most"
@@ -228,6 +244,9 @@ def shift_tables(**shifts: int | Tensor | None) -> list[Axes]:
 def check_axes(axes: Iterable[Axes], sizes: Sizes) -> None:
     """Raise a ShapeError if a declared table does not fit the sizes of a call.
 
+    While torch compiles, exact lengths are not checked, as they may be unknown: the compiled call
+    checks them when it runs.
+
     Raises:
         ShapeError: an axis has another size.
     """
@@ -271,18 +290,22 @@ def _limits(name: str, axis: Any) -> tuple[_Limit, ...]:
     """Parse the declared meaning of an axis of table `name` to its limits."""
     if axis is None:
         return ()
+    if isinstance(axis, str) and axis in _EXACT:
+        return (_Limit(_EXACT[axis], exact=True),)
     letter, per = axis if isinstance(axis, tuple) and len(axis) == 2 else (axis, 1)
     if isinstance(letter, str) and letter in _MEANINGS and isinstance(per, int) and per >= 1:
         return tuple([_Limit(size, per) for size in _MEANINGS[letter]])
     raise OptionError(
-        f'an axis of {name} must be "b", "h", "q", "kv", "len", ("q", positions), ("kv", '
-        f"positions) or None, got {reprlib.repr(axis)}"
+        f'an axis of {name} must be "b", "h", "q", "kv", "len", "=q", "=kv", ("q", positions), '
+        f'("kv", positions) or None, got {reprlib.repr(axis)}'
     )
 
 
 def _fits(limit: _Limit, size: int, wanted: int) -> bool:
     if limit.size in ("b", "h"):
         return size == wanted
+    if limit.exact:
+        return torch.compiler.is_compiling() or size == wanted
     return size * limit.per - limit.start >= wanted
 
 

@@ -24,6 +24,13 @@ def check_built_for(function: Any, sizes: Sizes) -> None:
         check_axes(function.axes, sizes)
 
 
+def exact_lengths(function: Any) -> list[tuple[str, str, int]]:
+    """Return (name, "q" or "kv", length) for each length that the tables of a function require."""
+    if not isinstance(function, Mask | ScoreMod):
+        return []
+    return [(table.name, *own) for table in function.axes for own in table.exact_lengths()]
+
+
 def sizes_for(*functions: Any) -> dict[str, int]:
     """Return {"b": batch size, "h": query heads}, as far as the functions' tables declare them."""
     found: dict[str, int] = {}

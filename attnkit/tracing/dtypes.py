@@ -16,16 +16,13 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, const
 from attnkit.graph.simplify import build, cast, int32
-from attnkit.tracing.int_ranges import IntRanges
+from attnkit.tracing.int_ranges import USUAL, IntRanges
+from attnkit.tracing.numbers import Unknown, rebuilt
 
 _INT32 = torch.iinfo(torch.int32)
 _WRAPPED = (torch.int8, torch.uint8, torch.int16, torch.uint16)  # integers below 32 bits
 # Operations on int32 that may wrap. They must not wrap if their result indexes a tensor.
 _RING = ("add", "sub", "mul", "neg", "abs", "shl")
-# Positions and captured int32 numbers are assumed to be below this bound, so that their sums do not
-# wrap and keep the forms by which tiles are classified. If larger numbers would exceed int32, the
-# call is rejected.
-_USUAL = 1 << 22
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,7 +34,7 @@ class Operand(Protocol):
     """Protocol of an operand in type promotion; `proxy.Value` implements it."""
 
     sizes: tuple[int, ...]
-    number: bool | int | float | None
+    number: bool | int | float | Unknown | None
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -89,6 +86,8 @@ def refusal_to_capture(x: Tensor) -> str:
         got = f"layout {x.layout}; convert it with .to_dense()"
     elif x.is_quantized:
         got = f"the quantized dtype {x.dtype}; convert it with .dequantize()"
+    elif type(x).__name__ == "DTensor":
+        got = "a DTensor; capture what its .to_local() or .full_tensor() gives"
     elif x.dtype.is_complex:
         got = f"{x.dtype}; capture its parts, torch.view_as_real(...)"
     elif x.dtype.is_floating_point and x.dtype not in _FLOATS:
@@ -115,7 +114,7 @@ class Converter:
         self.has_float64 = False
         self._stored: dict[Node, torch.dtype] = {}  # float nodes that a dtype holds exactly
         self._ranges = IntRanges(position=_INT32.max)
-        self._usual = IntRanges(position=_USUAL)
+        self._usual = IntRanges(position=USUAL)
 
     def loaded(self, n: Node, dtype: torch.dtype) -> None:
         """Record that load node `n` reads a captured tensor of `dtype`."""
@@ -127,17 +126,23 @@ class Converter:
             self._ranges.set(n, limits.min, limits.max)
             self._usual.set(n, limits.min, limits.max)
         else:
-            self._usual.set(n, -_USUAL, _USUAL)
+            self._usual.set(n, -USUAL, USUAL)
+
+    def never_negative(self, n: Node) -> bool:
+        """Return whether an integer node is at least 0, whatever positions and data are."""
+        return self._ranges.of(n)[0] >= 0
 
     def number(
         self,
-        x: bool | int | float,
+        x: bool | int | float | Unknown,
         dtype: torch.dtype,
         *,
         strict: bool = False,
         wraps: bool = False,
     ) -> Node:
-        """Return the constant node of a Python number, converted to `dtype`.
+        """Return the node of a Python number, converted to `dtype`.
+
+        The node is a constant, except for an unknown number.
 
         Args:
             x: the number.
@@ -148,9 +153,12 @@ class Converter:
                 because a comparison with it would differ from one with int64 positions.
 
         Raises:
-            TypeError: the number does not fit into the dtype, and `strict` is set.
+            TypeError: the number does not fit into the dtype, and `strict` is set; or it is
+                unknown, and the conversion depends on its value.
             ValueError: the number needs more than 32 bits.
         """
+        if isinstance(x, Unknown):
+            return self._unknown(x, dtype)
         if dtype == torch.bool:
             return const(bool(x))
         if dtype.is_floating_point:
@@ -173,6 +181,15 @@ class Converter:
                 f"{float(x)} for a float, or {int32(x)} for its last 32 bits"
             )
         return const(x)
+
+    def _unknown(self, x: Unknown, dtype: torch.dtype) -> Node:
+        n = ir.number(x.index, x.type)
+        if dtype.is_floating_point and not (self.rounds and dtype in _HALVES):
+            return self.fit(cast(n, F32), dtype)
+        if x.type == F32 or dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"the conversion of a number to {dtype} depends on its value")
+        self._usual.set(n, -USUAL, USUAL)
+        return n
 
     def convert(self, n: Node, source: torch.dtype, dtype: torch.dtype) -> Node:
         """Return node `n` converted from dtype `source` to `dtype`."""
@@ -250,7 +267,7 @@ def without_float32(root: Node) -> Node:
         if n.op == "round" and n.attr == "float32":
             done[n] = args[0]
         else:
-            done[n] = _rebuilt(n, args)
+            done[n] = rebuilt(n, args)
     return done[root]
 
 
@@ -265,20 +282,8 @@ def without_wraps_in_indices(root: Node) -> Node:
     indices: dict[Node, Node] = {}  # node -> its form in indices, without `wrap_` operations
     for n in ir.topo(root):
         plain = tuple(indices[a] for a in n.args)
-        indices[n] = _rebuilt(n, plain, n.op.removeprefix("wrap_"))
+        indices[n] = rebuilt(n, plain, n.op.removeprefix("wrap_"))
         values[n] = indices[n]
         if n.op != "load":
-            values[n] = _rebuilt(n, tuple(values[a] for a in n.args))
+            values[n] = rebuilt(n, tuple(values[a] for a in n.args))
     return values[root]
-
-
-def _rebuilt(n: Node, args: tuple[Node, ...], op: str | None = None) -> Node:
-    """Return a copy of node `n` with the arguments `args` and, if given, the operation `op`."""
-    op = op or n.op
-    if args == n.args and op == n.op:
-        return n
-    if op == "load":
-        return ir.load(int(n.attr), n.type, args)  # type: ignore[arg-type]
-    if op == "cast":
-        return cast(args[0], n.type)
-    return ir.node("round", *args, attr=n.attr) if op == "round" else build(op, *args)

@@ -20,7 +20,6 @@ import dis
 import functools
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -327,8 +326,8 @@ def trace_cached(function: Callable[..., Any], kind: Kind, device: torch.device)
         key = (kind, device, torch.get_default_dtype(), walk.key(function))
         hash(key)
     except _NO_KEY:
-        return _trace(function, kind, device)
-    fresh = _trace(function, kind, device)
+        return trace(function, kind, device)
+    fresh = trace(function, kind, device)
     order = {id(t): i for i, t in enumerate(walk.tensors)}
     if not fresh.derived and all(id(t) in order for t in fresh.tensors):
         record = TraceRecord(
@@ -398,46 +397,3 @@ def data_slots(root: Node, slots: frozenset[int]) -> tuple[int, ...]:
         if n.type == I32:
             found |= behind[n]
     return tuple(sorted(found))
-
-
-def _trace(function: Callable[..., Any], kind: Kind, device: torch.device) -> Traced:
-    result = trace(function, kind, device)
-    custom = _custom_gradient(function, set())
-    if custom and kind == "score":
-        warnings.warn(
-            f"{custom.__name__} is a torch.autograd.Function: attnkit traces its forward and "
-            "derives the gradient from that; its own backward is not used",
-            stacklevel=2,
-        )
-    return result
-
-
-def _custom_gradient(function: Any, seen: set[int]) -> type | None:
-    """Return a torch.autograd.Function that `function` or a callee reads by name, or None.
-
-    Args:
-        function: any object.
-        seen: ids of the functions that were already searched, because functions may be recursive.
-    """
-    if isinstance(function, functools.partial):
-        return _custom_gradient(function.func, seen)
-    if isinstance(function, ScoreMod):
-        return _custom_gradient(function.function, seen)
-    if not isinstance(function, types.FunctionType) or id(function) in seen:
-        return None
-    seen.add(id(function))
-    read = [function.__globals__.get(n) for n in _names_read(function.__code__)]
-    for cell in function.__closure__ or ():
-        try:
-            read.append(cell.cell_contents)
-        except ValueError:
-            continue
-    for value in read:
-        owner = getattr(value, "__self__", value)
-        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-            return owner
-        if isinstance(value, types.FunctionType) and _root(str(value.__module__)) != "torch":
-            inner = _custom_gradient(value, seen)
-            if inner is not None:
-                return inner
-    return None

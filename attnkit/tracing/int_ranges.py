@@ -9,6 +9,11 @@ Range = tuple[int, int]
 
 INT32: Range = (-(2**31), 2**31 - 1)
 
+# Positions and captured int32 numbers are assumed to be below this bound, so that their sums do not
+# wrap and keep the forms by which tiles are classified. If larger numbers would exceed int32, the
+# call is rejected.
+USUAL = 1 << 22
+
 
 class IntRanges:
     """Computes and caches the ranges of integer and bool nodes.
@@ -41,7 +46,7 @@ class IntRanges:
             return self._position
         if n.op == "const" and n.type != F32:
             return int(n.attr), int(n.attr)  # type: ignore[arg-type]
-        if n.type == F32 or n.op == "load" or any(a.type == F32 for a in n.args):
+        if n.type == F32 or n.op in ("load", "number") or any(a.type == F32 for a in n.args):
             return INT32
         if n.op == "where":
             (_, a, b) = (self._ranges[x] for x in n.args)

@@ -1,4 +1,4 @@
-"""Make masks and score_mods picklable: a mask that a function built is pickled as a call of it.
+"""Make masks and score_mods picklable, by recording the call of the function that built them.
 
 A mask of the library is a closure, which `pickle` cannot store. `picklable` decorates the function
 that builds it and records the call, so that a pickle holds the name of that function and its
@@ -61,7 +61,8 @@ class Recorded:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.call is not None:
-            return rebuild, tuple(self.call), (None, {"label": self.label})
+            parts = rebuild, tuple(self.call), (None, {"label": self.label})
+            return reduced(parts, self.call)
         blank = copyreg.__newobj__, (type(self),), (None, self._slots())  # type: ignore[attr-defined]
         return reduced(blank, self.function)
 
@@ -107,8 +108,8 @@ def picklable(*copies: Any) -> Any:
     calls it with copied arguments, so that the copy of a module reads the parameters of the copy.
 
     Use it as `@picklable`, or as `@picklable("lengths")` with the names of the tensors whose data
-    the function reads while it builds the mask. Of those the record keeps a copy, because a later
-    edit of them does not change the mask. The other arguments are kept as they are.
+    the function reads while it builds the mask. The record keeps a copy of these tensors, because a
+    later edit of them does not change the mask. It keeps the other arguments as they are.
 
     Args:
         copies: the decorated function; or names of its arguments.
@@ -142,8 +143,7 @@ def _recording(build: Callable[P, T], copies: Sequence[str]) -> Callable[P, T]:
     name = getattr(build, "__name__", type(build).__name__)
     if isinstance(build, type):
         raise ArgumentError(f"picklable decorates a function, got the class {name}")
-    signature = inspect.signature(build)
-    missing = [copied for copied in copies if copied not in signature.parameters]
+    missing = [copied for copied in copies if copied not in inspect.signature(build).parameters]
     if missing:
         raise ArgumentError(f"{name} has no argument {missing[0]!r}, which picklable names")
 
@@ -154,7 +154,8 @@ def _recording(build: Callable[P, T], copies: Sequence[str]) -> Callable[P, T]:
         result = build(*args, **kwargs)
         if isinstance(result, Recorded):  # a function of the caller may return something else
             if copies:
-                bound = signature.bind(*args, **kwargs)
+                # not a variable of the closure: torch.compile cannot read one of this type
+                bound = inspect.signature(build).bind(*args, **kwargs)
                 bound.arguments |= {
                     name: _copied(bound.arguments[name])
                     for name in copies
@@ -180,20 +181,19 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def reduced(parts: tuple[Any, ...], *functions: Any) -> tuple[Any, ...]:
-    """Return `parts`, the result of a `__reduce__`, if `pickle` can store the functions in it.
+def reduced(parts: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
+    """Return `parts`, the result of a `__reduce__`, if `pickle` can store `values`, a part of it.
 
     Raises:
-        PicklingError: a function is a lambda or was defined inside another function.
+        PicklingError: the name of a function, or of an object's class, cannot be imported.
     """
     try:
-        for function in functions:
-            check_picklable(function)
+        check_picklable(*values)
     except PicklingError as error:
         if threading.current_thread().name != "QueueFeederThread":
             raise
         # multiprocessing.Queue pickles in a thread. An error there is lost, and the receiver (a
-        # DataLoader, for example) would wait for ever. So the receiver gets the error instead.
+        # DataLoader, for example) would wait forever. So the receiver gets the error instead.
         return refuse, (str(error),)
     return parts
 
@@ -212,31 +212,73 @@ def refuse(message: str) -> None:
     raise PicklingError(message)
 
 
-def check_picklable(function: Any) -> None:
-    """Raise an error if `pickle` cannot store a function, because it has no name to import.
+def check_picklable(*values: Any) -> None:
+    """Raise an error if `pickle` cannot store functions or objects, or what they consist of.
+
+    Objects that define how they are stored, such as tensors and masks, are not looked into.
 
     Raises:
-        PicklingError: the function is a lambda or was defined inside another function.
+        PicklingError: the name of a function, or of an object's class, cannot be imported.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)  # a bound method
-    if not isinstance(function, types.FunctionType) or _importable(function) or _stores_code():
-        return
-    code = function.__code__
-    raise PicklingError(
-        f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno}) cannot be pickled: it "
-        "is a lambda or a function inside of a function, which another process cannot import. "
-        "Define it at the top level of a module, or as a class with __call__; or decorate the "
-        "function of a module that builds the mask or score_mod with @attnkit.picklable"
-    )
+    checked: dict[int, Any] = {}  # by id; kept alive, so that no id is used again
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in checked:
+            checked[id(value)] = value
+            waiting += _parts(value)
 
 
-def _importable(function: types.FunctionType) -> bool:
-    found: Any = sys.modules.get(function.__module__ or "")
-    for name in function.__qualname__.split("."):
+def _parts(value: Any) -> Sequence[Any]:
+    """Return what `pickle` stores for a value, after a check of the name that it stores.
+
+    Raises:
+        PicklingError: the name cannot be imported.
+    """
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):  # the object, and the name of the method
+        return [value.__self__]
+    if isinstance(value, types.FunctionType | type):
+        _check_importable(value)
+        return ()
+    cls: Any = type(value)
+    usual = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
+    if not usual or cls.__module__ == "builtins" or cls in copyreg.dispatch_table:
+        return ()
+    _check_importable(cls)
+    has_state = hasattr(value, "__dict__") and cls.__getstate__ is object.__getstate__
+    return [vars(value)] if has_state else ()
+
+
+def _check_importable(named: types.FunctionType | type) -> None:
+    """Raise an error if a function or a class cannot be imported by its name.
+
+    Raises:
+        PicklingError: it cannot.
+    """
+    found: Any = sys.modules.get(named.__module__ or "")
+    for name in named.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is function
+    if found is named or _stores_code():
+        return
+    if isinstance(named, type):
+        raise PicklingError(
+            f"an object of the class {named.__qualname__} cannot be pickled: another process cannot "
+            "import the class. Define it at the top level of a module"
+        )
+    code = inspect.unwrap(named).__code__
+    raise PicklingError(
+        f"{named.__qualname__} ({code.co_filename}:{code.co_firstlineno}) cannot be pickled: it is "
+        "a lambda, a function inside of a function, or a decorated class method, which another "
+        "process cannot import. Define it at the top level of a module, or as a class with "
+        "__call__; or decorate the function of a module that builds the mask or score_mod with "
+        "@attnkit.picklable"
+    )
 
 
 def _stores_code() -> bool:

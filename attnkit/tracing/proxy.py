@@ -23,7 +23,15 @@ from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.ir import Node, Type
 from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
+from attnkit.tracing.numbers import Unknown
 from attnkit.util.package import FOLDER
+from attnkit.util.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    is_fake,
+    recorded,
+    shares_storage,
+)
 
 Pick: TypeAlias = Callable[..., Node]
 # Which part of a captured tensor a Value covers: "" for the whole tensor, "end" for slices that
@@ -62,6 +70,11 @@ class Tracer:
             depends on captured tensors).
         derived: whether the function computed a captured tensor from others, so that the trace is
             valid for one call only.
+        products: number of products that linear layers and products of matrices have unrolled.
+        outputs: (id of the object of a call of an autograd.Function, place among its results) ->
+            (that object, the result with its gradient).
+        grad: whether gradients are recorded around the trace; within it they always are, so that
+            torch.no_grad in the user's function shows.
         error: the first error, even if the user's function catches it.
     """
 
@@ -72,6 +85,9 @@ class Tracer:
         self.tensors: list[Tensor] = []
         self.results: dict[int, tuple[Tensor, bool]] = {}
         self.derived = False
+        self.products = 0
+        self.outputs: dict[tuple[int, int], tuple[Any, Value]] = {}
+        self.grad = torch.is_grad_enabled()
         self.error: TraceError | None = None
 
     def failure(self, message: str) -> TraceError:
@@ -117,7 +133,7 @@ class Tracer:
             TraceError: `x` cannot be combined with a traced value.
         """
         if isinstance(x, Value):
-            return x
+            return self.settle(x)
         if isinstance(x, Tensor):
             return self._capture(x)
         if isinstance(x, bool | int | float):
@@ -129,6 +145,29 @@ class Tracer:
         self.fail(
             f"cannot combine a traced value with {type(x).__name__}; use numbers and torch tensors"
         )
+
+    def settle(self, x: Value) -> Value:
+        """Return the Value with its gradient, if an autograd.Function returned it; else `x`.
+
+        Torch marks the results of such a function: one with a gradient holds the object that runs
+        the function's own backward, one without a gradient no longer requires grad.
+        """
+        if x.settled is not None:
+            return x.settled
+        if x.kind != "f32" or self.converter.rounds:
+            return x  # a mask has no gradient
+        function, differentiable, place = recorded(x)
+        if function is None and differentiable:
+            return x
+        x.settled = x.copy()  # what the backward reads, if it reads its output
+        x.settled = HANDLERS[torch.autograd.Function](self, x.settled, function, place)
+        self.outputs[id(function), place] = function, x.settled
+        return x.settled
+
+    def unknown_number(self, index: int, kind: type[int] | type[float]) -> Value:
+        """Return a Value for a Python number that is known only when a call runs."""
+        dtype = self.converter.default if kind is float else torch.int64
+        return Value(self, None, dtype, number=Unknown(index, kind_of(dtype)))
 
     def capture_view(self, x: Tensor) -> Value:
         """Capture `x`, a view of a captured tensor, as a separate tensor; return its Value."""
@@ -146,6 +185,12 @@ class Tracer:
     def _capture(self, x: Tensor) -> Value:
         if refusal := refusal_to_capture(x):
             self.fail(refusal)
+        if _has_no_data(x):
+            self.fail(
+                "a tensor that C++ code of torch made of a traced value is not known to attnkit, "
+                "such as the input of an autograd.Function that its forward returns; return a "
+                "copy, as x.clone()"
+            )
         result, captured = self.results.get(id(x), (None, False))
         if result is not None and not captured and x.ndim == 0:  # torch.tensor(0.5) inside
             return Value(self, self.converter.number(x.item(), x.dtype), x.dtype)
@@ -169,6 +214,10 @@ class Tracer:
 _NO_DATA = torch.empty((), device="meta")
 
 
+def _has_no_data(x: Tensor) -> bool:
+    return x.is_meta and not is_fake(x) and shares_storage(x, _NO_DATA)
+
+
 class Value(Tensor):
     """Proxy for a tensor during tracing; records the operations of the user's function.
 
@@ -184,14 +233,18 @@ class Value(Tensor):
         origin: the captured tensor, or the view of one, that this Value represents; None for
             computed values.
         part: which part of the captured tensor this Value covers.
-        number: the Python number that this Value represents; None for a tensor. In type promotion a
-            tensor takes precedence over a number.
+        number: the Python number that this Value represents, maybe an unknown one; None for a
+            tensor. In type promotion a tensor takes precedence over a number.
+        settled: the Value that replaces a result of an autograd.Function, see `Tracer.settle`.
     """
 
     __array_ufunc__ = None  # numpy scalars leave `np.int64(3) * value` to us
 
-    def __new__(cls, *_: Any, **__: Any) -> Value:
-        return Tensor._make_subclass(cls, _NO_DATA)
+    def __new__(
+        cls, tracer: Tracer, node: Node | None, dtype: torch.dtype, *_: Any, **__: Any
+    ) -> Value:
+        # floats require grad in torch's eyes, so that an autograd.Function records its backward
+        return Tensor._make_subclass(cls, _NO_DATA, dtype.is_floating_point)
 
     def __init__(
         self,
@@ -202,7 +255,7 @@ class Value(Tensor):
         pick: Pick | None = None,
         origin: Tensor | None = None,
         part: Part = "",
-        number: bool | int | float | None = None,
+        number: bool | int | float | Unknown | None = None,
     ) -> None:
         self.tracer = tracer
         self.sizes = sizes
@@ -213,6 +266,7 @@ class Value(Tensor):
         self.pick: Pick = pick or (lambda: node)  # type: ignore[assignment,return-value]
         self.origin = origin
         self.part = part
+        self.settled: Value | None = None
 
     @property
     def node(self) -> Node:
@@ -224,7 +278,7 @@ class Value(Tensor):
         if self._node is None and self.number is not None:
             try:
                 self._node = self.tracer.converter.number(self.number, self._dtype)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 self.tracer.fail(str(error), error)
         if self._node is None:
             self.tracer.fail(
@@ -232,6 +286,19 @@ class Value(Tensor):
                 "needed; index every dimension or reduce it with sum, any or dot"
             )
         return self._node
+
+    def copy(self) -> Value:
+        """Return another object that represents the same tensor."""
+        return Value(
+            self.tracer,
+            self._node,
+            self._dtype,
+            self.sizes,
+            self.pick,
+            self.origin,
+            self.part,
+            self.number,
+        )
 
     # --- tensor attributes that users read -------------------------------------------------
     @property
@@ -320,9 +387,20 @@ def _operator(name: str) -> Callable[[Value, Any], Any]:
     def method(self: Value, other: Any) -> Any:
         if not isinstance(other, Value | Tensor | bool | int | float | np.generic | np.ndarray):
             return NotImplemented
+        if isinstance(self.number, Unknown) and isinstance(other, Value) and other.number is None:
+            # Python calls the other operand's method if the first one is a number
+            return dispatch(self.tracer, getattr(Tensor, _reflected(name)), (other, self), {})
         return dispatch(self.tracer, getattr(Tensor, name), (self, other), {})
 
     return method
+
+
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _reflected(name: str) -> str:
+    stem = name.strip("_")
+    return f"__{_MIRRORED[stem]}__" if stem in _MIRRORED else f"__r{stem}__"
 
 
 def _unary(name: str) -> Callable[[Value], Any]:
@@ -387,7 +465,11 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             )
         if function is Tensor.__getitem__ and _static(args[1]):
             return HANDLERS[function](tracer, tracer.lift(args[0]), args[1])
-        result = function(*args, **kwargs)
+        if any(isinstance(x, Tensor) for x in leaves):
+            with torch.set_grad_enabled(tracer.grad and torch.is_grad_enabled()):
+                result = function(*args, **kwargs)
+        else:  # perhaps the switch of torch.no_grad itself
+            result = function(*args, **kwargs)
         if not isinstance(result, Tensor):
             tracer.record_read(function, leaves)
         return tracer.record_result(result, leaves)
@@ -395,6 +477,9 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
     if handler is None:
         if all(x.origin is not None for x in leaves if isinstance(x, Value)):
             return dispatch(tracer, function, _origins(args), _origins(kwargs))
+        result = _through_operator(tracer, function, args, kwargs)
+        if result is not NotImplemented:
+            return result
         name = _title(function)
         if name == "__get__":
             attribute = getattr(function.__self__, "__name__", "")
@@ -403,9 +488,18 @@ def dispatch(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
             tracer.fail("assigning at a traced index is not supported; use torch.where")
         if _in_place(function):
             tracer.fail(f"{name} changes a value in place; write {name[:-1]} and use its result")
-        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {_instead_of(name)}")
+        way = _instead_of(name)
+        if isinstance(function, OpOverload | OpOverloadPacket) and not _of_aten(function):
+            way = (
+                "register a decomposition, which is a Python kernel for CompositeImplicitAutograd; "
+                f"or {way}"
+            )
+        tracer.fail(f"{name} is not supported in a score_mod or mask_mod; {way}")
     try:
-        return handler(tracer, *args, **kwargs)
+        result = handler(tracer, *_settled(tracer, args), **_settled(tracer, kwargs))
+        if isinstance(result, Value) and not torch.is_grad_enabled():
+            return HANDLERS[Tensor.detach](tracer, result)  # under torch.no_grad
+        return result
     except TraceError:
         raise
     except (TypeError, ValueError, IndexError) as error:
@@ -433,6 +527,28 @@ def _leaves(x: Any) -> list[Any]:
     if isinstance(x, dict):
         return [leaf for item in x.values() for leaf in _leaves(item)]
     return [x]
+
+
+def _of_aten(operator: OpOverload | OpOverloadPacket) -> bool:
+    return str(operator).startswith("aten.")
+
+
+def _through_operator(tracer: Tracer, function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operator of `torch.ops` with a decomposition, or NotImplemented."""
+    try:
+        return HANDLERS[OpOverload](tracer, function, args, kwargs)
+    except (TypeError, ValueError, IndexError) as error:
+        if isinstance(error, TraceError):
+            raise
+        tracer.fail(f"{_title(function)}: {error}", error)
+
+
+def _settled(tracer: Tracer, x: Any) -> Any:
+    if isinstance(x, Value):
+        return tracer.settle(x)
+    if type(x) in (tuple, list):
+        return type(x)(_settled(tracer, item) for item in x)
+    return {k: _settled(tracer, v) for k, v in x.items()} if type(x) is dict else x
 
 
 def _origins(x: Any) -> Any:

@@ -55,7 +55,12 @@ def may_precede(by: int | Tensor | None) -> bool:
 
 
 def shift_text(q: int | Tensor | None, kv: int | Tensor | None) -> str:
-    """Format the arguments of `shift` for a label, for example "q=5, kv=[8]" (a tensor [8])."""
+    """Format the arguments of `shift` for a label, for example "q=5, kv=[8]" (a tensor [8]).
+
+    The text is "..." in torch.compile.
+    """
+    if torch.compiler.is_dynamo_compiling():  # a shift may be a symbol
+        return "..."
     return ", ".join(
         f"{name}={list(by.shape) if isinstance(by, Tensor) else by}"
         for name, by in (("q", q), ("kv", kv))

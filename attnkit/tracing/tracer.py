@@ -86,7 +86,7 @@ def trace(function: Callable[..., Any], kind: Kind, device: torch.device | str =
         Value(tracer, ir.arg(name), _ARGUMENT_DTYPES[ir.ARG_TYPES[name]]) for name in names
     ]
     try:
-        with TracingMode(tracer):
+        with torch.enable_grad(), TracingMode(tracer):
             result = function(*arguments)
             if tracer.error is None:
                 root = _root(tracer, function, kind, result)
@@ -247,5 +247,6 @@ def _scope(function: Any) -> dict[str, Any]:
         slots = (n for c in type(function).__mro__ for n in getattr(c, "__slots__", ()))
         scope = {name: getattr(function, name, None) for name in slots}  # for example a Mask
         scope.update(getattr(function, "__dict__", {}))
-        scope.update(getattr(function, "_parameters", {}), **getattr(function, "_buffers", {}))
+        for kind in ("_parameters", "_buffers", "_modules"):
+            scope.update(getattr(function, kind, {}))
     return scope

@@ -6,7 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from attnkit.errors import (
     ShapeError,
     UnsupportedError,
 )
-from attnkit.util.torch_private import PLAIN, is_functional
+from attnkit.util.torch_private import PLAIN, in_context_parallel, in_jit_trace, is_functional
 
 T = TypeVar("T")
 
@@ -58,25 +58,67 @@ class AuxRequest(NamedTuple):
     Attributes:
         lse: whether to return the log-sum-exp of each row (natural logarithm).
         max_scores: whether to return the largest score of each row, after `score_mod`.
+        max_logits: whether to return the largest score of each head, after `score_mod`.
+        entropy: whether to return the entropy of each row's softmax.
     """
 
     lse: bool = False
     max_scores: bool = False
+    max_logits: bool = False
+    entropy: bool = False
+
+    @property
+    def needs_row_maxima(self) -> bool:
+        """Return whether an output is made of the row maxima."""
+        return self.max_scores or self.max_logits
 
 
 class AuxOutput(NamedTuple):
     """Holds the auxiliary outputs of `flex_attention`; an output that was not requested is None.
 
-    Both have shape [B, Hq, Sq] and dtype float32 (float64 for float64 inputs).
+    All are float32 (float64 for float64 inputs).
 
     Attributes:
-        lse: log-sum-exp of each row, -inf (the sink, if there is one) for a fully masked row;
-            differentiable.
-        max_scores: largest score of each row, -inf for a fully masked row; not differentiable.
+        lse: [B, Hq, Sq], log-sum-exp of each row, -inf (the sink, if there is one) for a fully
+            masked row; differentiable.
+        max_scores: [B, Hq, Sq], largest score of each row, -inf for a fully masked row; not
+            differentiable. A sink is no score.
+        max_logits: [B, Hq], largest of a head's `max_scores`, -inf for a head without a kept score;
+            not differentiable. QK-Clip (Kimi K2) rescales the projections of query and key by it.
+        entropy: [B, Hq, Sq], entropy of each row's softmax in nats: LSE - sum(p * score), at least
+            0, and 0 for a fully masked row; differentiable. A sink counts as one more score.
     """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
+    max_logits: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @staticmethod
+    def of(
+        request: AuxRequest, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+    ) -> AuxOutput:
+        """Return the outputs that `request` selects.
+
+        Args:
+            request: the checked request.
+            lse: [B, Hq, Sq].
+            max_scores: [B, Hq, Sq]; None unless `request.needs_row_maxima`.
+            entropy: [B, Hq, Sq]; None unless `request.entropy`.
+        """
+        return AuxOutput(
+            lse if request.lse else None,
+            max_scores if request.max_scores else None,
+            _largest(max_scores) if request.max_logits and max_scores is not None else None,
+            entropy if request.entropy else None,
+        )
+
+
+def _largest(max_scores: Tensor) -> Tensor:
+    """Return the largest of each row [..., n]; -inf if n is 0."""
+    if not max_scores.shape[-1]:
+        return max_scores.new_full(max_scores.shape[:-1], -math.inf)
+    return max_scores.amax(-1)
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
@@ -100,11 +142,7 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
                 "(attnkit.masks.document)"
             )
         refuse_functional(name, t)
-        if type(t).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
-                f"{name}.to_local() gives"
-            )
+        refuse_dtensor(name, t)
         if t.layout != torch.strided:
             raise UnsupportedError(
                 f"{name} has layout {t.layout}; expected a dense tensor: {name}.to_dense()"
@@ -130,6 +168,59 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
             raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
     _check_shapes(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def refuse_dtensor(name: str, tensor: Tensor) -> None:
+    """Raise if `tensor` is a DTensor, whose local part is not the whole tensor.
+
+    Raises:
+        UnsupportedError: `tensor` is a DTensor.
+    """
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedError(
+            f"{name} is a DTensor; where it is sharded by batch or heads, pass what "
+            f"{name}.to_local() gives"
+        )
+
+
+def check_surroundings() -> None:
+    """Raise where a call would be recorded with its tiles, or would see a part of its tensors.
+
+    Raises:
+        UnsupportedError: the call is inside of torch.jit.trace or of torch's `context_parallel`.
+    """
+    if in_jit_trace():
+        raise UnsupportedError(
+            "torch.jit.trace would record flex_attention with the tiles of one example; use "
+            "torch.compile, or torch.export for a program that is saved"
+        )
+    refuse_context_parallel()
+
+
+def refuse_script() -> NoReturn:
+    """Raise because torch.jit.script was asked to compile a function of attnkit.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "torch.jit.script cannot compile flex_attention, whose functions are traced when it is "
+        "called; use torch.compile, or torch.export for a program that is saved"
+    )
+
+
+def refuse_context_parallel() -> None:
+    """Raise inside torch's `context_parallel`, where each rank holds a part of the sequence.
+
+    Raises:
+        UnsupportedError: the context is active.
+    """
+    if in_context_parallel():
+        raise UnsupportedError(
+            "flex_attention inside of torch.distributed.tensor.experimental.context_parallel would "
+            "attend to this rank's part of the sequence alone; call it outside of that context, on "
+            "whole sequences, or use scaled_dot_product_attention there"
+        )
 
 
 def refuse_functional(name: str, tensor: Tensor) -> None:
@@ -234,7 +325,7 @@ def _sink_hint(shape: tuple[int, ...], heads: int) -> str:
         return "Pass sink.flatten()"
     if math.prod(shape) == 1:
         return f"It is not broadcast: pass sink.expand({heads})"
-    return "A term that also depends on the batch element or the row belongs into score_mod"
+    return "A term that also depends on the batch element or the row belongs in score_mod"
 
 
 def check_scale(scale: Any, width: int) -> float:
@@ -247,8 +338,8 @@ def check_scale(scale: Any, width: int) -> float:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise OptionError(
-            f"scale must be a number or None, got {shown(scale)}; a scale that "
-            "is a tensor belongs into score_mod, where it also gets its gradient"
+            f"scale must be a number or None, got {shown(scale)}; a scale that is a tensor belongs "
+            "in score_mod, where it also gets its gradient (attnkit.flex.flex_attention takes it)"
         )
     if isinstance(scale, float) and not math.isfinite(scale):
         raise OptionError(f"scale must be finite, got {scale}")
@@ -271,6 +362,8 @@ def check_flag(name: str, flag: Any) -> bool:
 def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
     """Check `return_lse` and `return_aux`, and combine them into one `AuxRequest`.
 
+    PyTorch's AuxRequest, which has only the first two fields, is accepted too.
+
     Raises:
         OptionError: `return_lse` is not a bool, or both arguments are given.
         ArgumentError: `return_aux` is not an `AuxRequest`.
@@ -282,7 +375,8 @@ def check_aux(return_lse: Any, return_aux: Any) -> AuxRequest:
         raise OptionError("return_lse and return_aux were both given; use return_aux alone")
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
         raise ArgumentError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
-    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
+    own = [bool(getattr(return_aux, name, False)) for name in AuxRequest._fields[2:]]
+    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores), *own)
 
 
 def check_options(

@@ -19,6 +19,7 @@ values. Where the content is not compared, a weak reference tells both tensors a
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,9 @@ class DataState:
         "shape",
         "valid",
     )
+
+    # an attribute, as module globals may be cleared when the last states are released at exit
+    _hash = staticmethod(functools.partial(hashlib.blake2b, digest_size=8))
 
     def __init__(
         self,
@@ -140,12 +144,12 @@ class DataState:
             or tensor.dtype is not self.dtype
         ):
             return False
-        return self.holds_unless_relaid(tensor)
+        return self.holds_in_same_layout(tensor)
 
-    def holds_unless_relaid(self, tensor: Tensor) -> bool:
+    def holds_in_same_layout(self, tensor: Tensor) -> bool:
         """Return what `holds` returns, for a tensor with the recorded shape, strides and dtype.
 
-        Comparing these takes a quarter of a microsecond, which other guards may have spent.
+        Other guards have often compared these already, which takes a quarter of a microsecond.
 
         Raises:
             UnsupportedError: see `holds`.
@@ -199,8 +203,11 @@ class DataState:
         if self._copy is not None:
             now = _memory(tensor)
             return now.shape == self._copy.shape and np.array_equal(now, self._copy)
+        if self._digest:  # the copy was released
+            same = tensor.shape == self.shape and tensor.dtype is self.dtype
+            return same and self._hash(_memory(tensor).tobytes()).digest() == self._digest
         if self._fingerprint is None:
-            return self._storage is None  # else the record was released with its memory
+            return True
         _refuse_capture(tensor)
         return torch.equal(_fingerprint(tensor), self._fingerprint)
 
@@ -237,16 +244,19 @@ class DataState:
     def digest(self) -> bytes:
         """Return an 8-byte hash of the recorded data, or b"" if there is no copy in host memory."""
         if not self._digest and self._copy is not None:
-            self._digest = hashlib.blake2b(self._copy.tobytes(), digest_size=8).digest()
+            self._digest = self._hash(self._copy.tobytes()).digest()
         return self._digest
 
     def release(self) -> None:
-        """Invalidate the state, and free the copy and the fingerprint after the memory was freed.
+        """Invalidate the state, and free the copy, after the memory was freed.
 
-        Caches may still reference this state, and another tensor may get the id and the address.
+        Caches may still reference this state, and another tensor may get the id and the address. A
+        hash or a fingerprint stays: activation checkpointing frees a tensor that a function makes,
+        and makes it again for the backward, where it is compared with that of the forward.
         """
         self.valid = False
-        self._copy = self._fingerprint = self.expected = None
+        self.digest()
+        self._copy = self.expected = None
 
 
 def data_digest(states: Sequence[DataState]) -> int:
@@ -359,7 +369,7 @@ def _new_state(tensor: Tensor, *, compare: bool = True) -> DataState:
 
 
 def _drop(key: int) -> None:
-    """Remove the state of an id, and invalidate it, as `invalidate` does not find it any more."""
+    """Remove the state of an id, and invalidate it, because `invalidate` no longer finds it."""
     state = _states.pop(key, None)
     if state is not None:
         state.valid = False
@@ -388,7 +398,7 @@ def invalidate(tensor: Tensor) -> None:
 
 
 def invalidate_storage(pointer: int) -> None:
-    """Invalidate the states of all tensors whose storage begins at the address `pointer`, if any."""
+    """Invalidate the states of all tensors whose storage begins at the address `pointer`."""
     if not pointer:
         return
     for key, state in list(_states.items()):

@@ -7,8 +7,10 @@ tests/util/test_torch_private.py lists the names that each version of torch has.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -27,16 +29,21 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "decomposition",
     "deterministic_enabled",
     "device_index",
     "dynamo_parts",
     "fast_empty_strided",
     "flex_parts",
+    "function_class",
     "function_mode_count",
     "grad_enabled",
     "in_autocast",
     "in_batched_gradients",
+    "in_context_parallel",
     "in_forward_ad",
+    "in_jit_trace",
+    "in_plain_surroundings",
     "is_batched",
     "is_fake",
     "is_functional",
@@ -46,6 +53,10 @@ __all__ = [
     "mark_constant",
     "neural_functions",
     "only_devices",
+    "recorded",
+    "registered_autograd",
+    "result_count",
+    "shares_storage",
     "stream_of",
     "tensor_guard",
     "tree_leaves",
@@ -63,6 +74,7 @@ _C: Any = torch._C
 _GUARDS: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
 _TENSOR_GUARDS: Any = getattr(_GUARDS, "TensorGuards", None)
 _PRE_DISPATCH = _C.DispatchKey.PreDispatch
+_AUTOGRAD_META = _C.DispatchKey.AutogradMeta
 _OLD_VMAP = _C._parse_dispatch_key("VmapMode")
 
 # The C++ functions behind torch.nn.functional.
@@ -115,9 +127,40 @@ def in_batched_gradients() -> bool:
     return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
 
 
+_SDPA = neural_functions.scaled_dot_product_attention
+_functional: Any = torch.nn.functional
+# The module of context parallelism, in the versions of torch that have it.
+_CONTEXT_PARALLEL = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
+
+
+def in_context_parallel() -> bool:
+    """Return whether `torch.distributed.tensor.experimental.context_parallel` is active.
+
+    It replaces `scaled_dot_product_attention`, and nothing else tells that it is active.
+    """
+    current = _functional.scaled_dot_product_attention
+    if current is _SDPA:
+        return False
+    modules = (sys.modules.get(name) for name in _CONTEXT_PARALLEL)
+    return any(current in getattr(m, "_replaced_functions", ()) for m in modules)
+
+
+def in_plain_surroundings() -> bool:
+    """Return False if `in_jit_trace` or `in_context_parallel` may hold; costs 0.1 microseconds."""
+    return _functional.scaled_dot_product_attention is _SDPA and _C._get_tracing_state() is None
+
+
 def in_forward_ad() -> bool:
     """Return whether forward-mode AD is active."""
     return forward_ad._current_level >= 0
+
+
+def in_jit_trace() -> bool:
+    """Return whether torch.jit.trace is recording."""
+    return _C._get_tracing_state() is not None
 
 
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
@@ -130,7 +173,7 @@ def is_intercepted(tensors: Iterable[Tensor]) -> bool:
     if (
         _C._len_torch_dispatch_stack()
         or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
+        or in_jit_trace()
         or in_forward_ad()
         or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or in_batched_gradients()
@@ -169,6 +212,70 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     return guard if guard(*tensors) else None
 
 
+def decomposition(operator: Any) -> Callable[..., Any] | None:
+    """Return a Python function that computes an operator from others; None if none is known.
+
+    It is the kernel for CompositeImplicitAutograd, if Python code registered that, or the entry in
+    torch's table of decompositions.
+
+    Args:
+        operator: an OpOverload.
+    """
+    namespace, _, name = operator.name().partition("::")
+    key = "CompositeImplicitAutograd"
+    if f"{namespace}/{name}/{key}" in torch.library._impls:
+        # the operator itself would ask the __torch_function__ of its arguments again
+        return functools.partial(operator.redispatch, _C.DispatchKeySet(_AUTOGRAD_META))
+    module = sys.modules.get("torch._decomp")
+    return None if module is None else module.decomposition_table.get(operator)
+
+
+def registered_autograd(operator: Any) -> tuple[Any, Any] | None:
+    """Return the backward and the setup_context that are registered for an operator.
+
+    Both are None if the operator has a gradient of its own that is not known. The result is None if
+    it has none.
+
+    Args:
+        operator: an OpOverload.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(operator.name().partition(".")[0])
+    if definition is not None:
+        backward = definition._backward_fn
+        return None if backward is None else (backward, definition._setup_context_fn)
+    own = _C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+    return (None, None) if own else None
+
+
+def recorded(x: Tensor) -> tuple[Any, bool, int]:
+    """Return what autograd has recorded of a tensor of any class.
+
+    Returns:
+        The node that computed it (for an autograd.Function the `ctx` object of the call), whether
+        it requires grad, and its place among the results of the node.
+    """
+    base: Any = Tensor
+    with DisableTorchFunction():
+        return base.grad_fn.__get__(x), base.requires_grad.__get__(x), base.output_nr.__get__(x)
+
+
+def function_class(call: Any) -> type[torch.autograd.Function]:
+    """Return the autograd.Function of a call, from the `ctx` object of the call."""
+    return call._forward_cls  # type: ignore[no-any-return]
+
+
+def result_count(call: Any) -> int:
+    """Return the number of results of a call of an autograd.Function, from its `ctx` object."""
+    return len(call._input_metadata)
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same storage, which may be one without data."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return whether `tensor` is a `FakeTensor`, without importing the module of that class."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
@@ -204,6 +311,27 @@ def flex_parts() -> SimpleNamespace:
     )
 
 
+@contextlib.contextmanager
+def _changing_ints() -> Iterator[None]:
+    """Let Dynamo treat an int that changes between calls as an input, wherever it is read from.
+
+    By itself Dynamo does so for locals and closures, and compiles again for each value of a global,
+    an attribute of a module or a default argument. Dynamo compiles one frame at a time.
+    """
+    from torch._dynamo.variables import builder as module
+
+    builder: Any = module
+    original = getattr(builder, "is_int_specialization_case", None)
+    if original is None:  # this version of torch compiles again for each value
+        yield
+        return
+    builder.is_int_specialization_case = lambda value, source: False
+    try:
+        yield
+    finally:
+        builder.is_int_specialization_case = original
+
+
 def dynamo_parts() -> SimpleNamespace:
     """Import the parts of Dynamo that trace FlexAttention and return them as one namespace.
 
@@ -228,5 +356,6 @@ def dynamo_parts() -> SimpleNamespace:
         mod_index=wrapped.mod_index,
         operator_variables=higher_order_ops._hop_name_to_variable_class,
         speculate_subgraph=higher_order_ops.speculate_subgraph,
+        changing_ints=_changing_ints,
         wrap_fx_proxy=wrap_fx_proxy,
     )

@@ -1,7 +1,7 @@
 """Write the tables of docs/flex.md from a walk over PyTorch's module of FlexAttention.
 
-The walk finds every function, argument, class, field, method, option and helper of the module. A row
-says whether `attnkit.flex` has it, and the difference that `DIFFERENCES` knows, if any.
+The walk finds every function, argument, class, field, method, option and helper of the module. A
+row says whether `attnkit.flex` has it, and names the difference that `DIFFERENCES` lists, if any.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ TABLES = re.compile(r"(<!-- names -->\n).*?(<!-- end of names -->)", re.DOTALL)
 VERSION = ".".join(torch.__version__.split(".")[:2])
 
 OPTION = "checked; changes nothing"
-NO_LISTS = "made each time it is asked for; follows edits of captured tensors"
+NO_LISTS = "computed when it is read; follows edits of captured tensors"
 
-# What means something else, by the name of the row.
+# How a name differs from PyTorch's, by the name of its row.
 DIFFERENCES = {
     "flex_attention(query)": "also with gradients on a CPU; no float8, one dtype for all three",
     "flex_attention(key)": "its batch may be 1 without a block mask too; no float8",
     "flex_attention(value)": "no float8",
     "flex_attention(score_mod)": "traced once, so that `print` and breakpoints see symbols; an index "
     "that leaves its tensor is an error",
-    "flex_attention(block_mask)": "also a mask_mod or an `attnkit.Mask`; another number of heads than "
-    "the query's is an error",
+    "flex_attention(block_mask)": "also a mask_mod or an `attnkit.Mask`; another number of "
+    "batch entries or heads than the query's is an error",
     "flex_attention(scale)": "a tensor must hold one number; it gets its gradient",
     "flex_attention(return_lse)": "no warning; also on a CPU",
     "flex_attention(return_aux)": "`max_scores` on every device; `lse` with its gradient on every device",
@@ -48,7 +48,7 @@ DIFFERENCES = {
     "create_block_mask(compute_dq_write_order)": "for the fields; attnkit has "
     "`deterministic=True` of its own",
     "create_block_mask(dq_kv_order)": "for the fields",
-    "create_mask": "an index that leaves its tensor is an error",
+    "create_mask": "an index that leaves its tensor is an error, and so is a mask that returns no bool",
     "and_masks": "returns an `attnkit.Mask`, which has no truth value: write `is not None`",
     "or_masks": "returns an `attnkit.Mask`, which has no truth value: write `is not None`",
     "BlockMask.mask_mod": "assigning another keeps the lists, as in PyTorch",
@@ -56,19 +56,20 @@ DIFFERENCES = {
     "BlockMask.dq_kv_order": "kept; attention does not read it",
     "BlockMask.dq_kv_order_spt": "kept; attention does not read it",
     "BlockMask.__getitem__": "an int beyond the end is an `IndexError`; PyTorch returns an empty mask",
-    "BlockMask._adjust": "works for longer lengths too",
+    "BlockMask._adjust": "classifies again, so that blocks at the new ends are partial; works for "
+    "longer lengths too",
     "BlockMask.to": "for a mask_mod whose captured tensors are on that device",
     "FlexKernelOptions.BLOCK_M": "size of tiles where the mask is a function",
     "FlexKernelOptions.BLOCK_N": "size of tiles where the mask is a function",
     "FlexKernelOptions.BACKEND": "checked; changes nothing: `backend=` chooses attnkit's",
     "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": "PyTorch's own setting; changes nothing here",
     "create_nested_block_mask": "refused: attnkit takes no nested tensors; torch 2.13 has no such "
-    "function any more",
+    "function",
 }
 
 
 class Row(NamedTuple):
-    """Hold a row of the table.
+    """Holds a row of the table.
 
     Attributes:
         name: of PyTorch's object; "function(argument)" for an argument.
@@ -124,7 +125,7 @@ def members(name: str, cls: type, ours: type) -> Iterator[Row]:
 
 
 def rows() -> list[Row]:
-    """Return the rows of all public names, in PyTorch's order, and of what only attnkit.flex has."""
+    """Return the rows of PyTorch's public names, in its order, then of those that it lacks."""
     found: list[Row] = []
     for name, value in own(theirs).items():
         if name.startswith("_"):
@@ -155,9 +156,9 @@ def text() -> str:
     other = [n for n in private() if n not in same]
     lines += [
         "",
-        f"Made anew: {', '.join(f'`{n}`' for n in other)}. PyTorch's own objects, under the same",
+        f"attnkit.flex defines {', '.join(f'`{n}`' for n in other)} itself. The other private names",
+        f"are PyTorch's own objects: {', '.join(f'`{n}`' for n in same)}.",
     ]
-    lines += [f"names: {', '.join(f'`{n}`' for n in same)}."]
     return f"\nThe names of torch {VERSION}:\n\n" + "\n".join(lines)
 
 

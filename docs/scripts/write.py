@@ -1,8 +1,8 @@
 """Write every generated part of docs/: `python docs/scripts/write.py`.
 
-The generated parts are the gallery, the tables and plots of the benchmarks, the list of rooms, the names
-of attnkit.flex, and
-the outputs below code blocks. tests/docs compares all of them with what this script writes.
+The generated parts are the gallery, the tables and plots of the benchmarks, the list of rooms, the
+names of attnkit.flex, and the outputs below code blocks. tests/docs compares all of them with what
+this script writes.
 """
 
 from __future__ import annotations

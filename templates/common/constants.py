@@ -14,3 +14,5 @@ ONE_ARRIVAL = 1
 # in log2 units (FlashAttention-4's lazy rescaling). P then stays below 2**8, and the sum below 2**8
 # times the number of columns, far from the float32 limit.
 RESCALE_THRESHOLD = 8.0
+# 2**x is 0 in float32 below this x; x is clamped to it where 2**x * x must be 0 and not NaN
+LEAST_EXPONENT = -256.0

@@ -184,9 +184,9 @@ class BackwardHooks(ForwardHooks, Protocol):
 
     Attributes:
         has_derivative: whether the derivative of the mod with respect to the score differs from 1.
-        gradient_levels: for each learned load (a load of a captured tensor that requires grad) whose
-            gradient is summed score by score, the level at which its index is known: "head", "row",
-            "column", "relative" (q - kv) or "element".
+        gradient_levels: for each learned load (a load of a captured tensor that requires grad)
+            whose gradient is summed score by score, the level at which its index is known: "head",
+            "row", "column", "relative" (q - kv) or "element".
         row_factors: whether the derivative of the mod depends on the row alone and is left out of
             dS in dQ = dS K. The postprocess then multiplies dQ by it.
         gradient_slots: for each learned load, the index of its gradient in the kernel's `totals`.

@@ -1,7 +1,7 @@
 """Compute the gradients of attention strip by strip, with recomputed scores.
 
 The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
-delta = rowsum(P dP) - dlse. If a strip fits in one chunk, P and the row sum are computed from the
+delta = rowsum(P dP) - dlse. The gradient g of a row's entropy E adds -g P (log(P) + E). If a strip fits in one chunk, P and the row sum are computed from the
 chunk, as exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
 (FlashAttention-2, Dao 2023). All sums have a fixed order: equal inputs give bitwise equal results.
 """
@@ -36,6 +36,9 @@ def backward(
     runs: BlockRuns | None,
     hooks: Hooks,
     scale: float,
+    *,
+    entropy: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `forward`; the hooks accumulate those of captured tensors and sink.
 
@@ -44,6 +47,8 @@ def backward(
         grad_lse: [B, Hq, Sq], gradient of the LSE; None for zero.
         query, key, value, runs, hooks, scale: as for `forward`.
         out, lse: results of `forward`.
+        entropy: the entropies that `forward` returned, [B, Hq, Sq]; None if `grad_entropy` is.
+        grad_entropy: [B, Hq, Sq], gradient of the entropies; None for zero.
 
     Returns:
         dq, dk, dv with dtype, shape and stride order of query, key and value. Fully masked rows
@@ -61,6 +66,8 @@ def backward(
             continue
         if chunk.first:
             rows = Rows(call, unit, chunk, grad_out, grad_lse, lse)
+            if entropy is not None and grad_entropy is not None:
+                rows.look_up_entropy(unit, chunk, entropy, grad_entropy)
             if not chunk.last:
                 rows.look_up(unit.rows(out, chunk, call.dtype))
         shared.enter(unit)
@@ -74,6 +81,9 @@ def backward(
             dlse = None if grad_lse is None else grad_lse[here]
             part = _sink_gradient(hooks.sink[head], out[here], grad_out[here], lse[here], dlse)
             hooks.sink_grad[head] += part
+            if entropy is not None and grad_entropy is not None:
+                sink, rows_of_head = hooks.sink[head], (lse[here], entropy[here])
+                hooks.sink_grad[head] += _sink_entropy(sink, *rows_of_head, grad_entropy[here])
     return dq, dk, dv
 
 
@@ -92,6 +102,12 @@ def _sink_gradient(
         minus_delta += grad_lse
     p = torch.exp(sink - lse).masked_fill_(lse == -math.inf, 0)
     return p.mul_(minus_delta).sum()
+
+
+def _sink_entropy(sink: Tensor, lse: Tensor, entropy: Tensor, grad_entropy: Tensor) -> Tensor:
+    """Compute the part of a sink's gradient that comes from the entropies [B, Sq] of its head."""
+    p = torch.exp(sink - lse).masked_fill_(lse == -math.inf, 0)
+    return -(grad_entropy * (torch.xlogy(p, p) + p * entropy)).sum()
 
 
 class Rows:
@@ -121,11 +137,22 @@ class Rows:
         if grad_lse is not None:
             self._dlse = unit.rows(grad_lse[..., None], chunk, dtype).masked_fill(self._dead, 0)
         self._dot: Tensor | None = None
+        self._entropy: tuple[Tensor, Tensor] | None = None  # of the rows, and its gradient
 
     def look_up(self, out: Tensor) -> None:
         """Use the statistics of the forward, out and LSE, for rows that exceed one chunk."""
         self._dot = torch.linalg.vecdot(self.do, out)[..., None]
         self._lse = self._lse.masked_fill(self._dead, math.inf).div_(self._factor)
+
+    def look_up_entropy(
+        self, unit: Unit, chunk: Chunk, entropy: Tensor, grad_entropy: Tensor
+    ) -> None:
+        """Let `score_gradient` add the gradient of the entropies [B, Hq, Sq] of the forward."""
+        own, grad = (
+            unit.rows(t[..., None], chunk, self.q.dtype).masked_fill(self._dead, 0)
+            for t in (entropy, grad_entropy)
+        )
+        self._entropy = own, grad
 
     def weights(self, s: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
         """Replace modified scores `s` by the softmax P in place; `spread` is a view of `s`."""
@@ -151,6 +178,9 @@ class Rows:
         if self._dlse is not None:  # added separately, because the dot product may be far larger
             dp.add_(self._dlse)
         dp.mul_(p)
+        if self._entropy is not None:
+            own, grad = self._entropy
+            dp.addcmul_(torch.xlogy(p, p).addcmul_(p, own), grad, value=-1)
 
     def add(self, ds: Tensor, k: Tensor) -> None:
         """Accumulate dS k into dq, without the softmax scale."""

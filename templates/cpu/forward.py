@@ -32,7 +32,8 @@ def forward(
     scale: float,
     *,
     need_max: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    need_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute attention over the tiles that the mask touches.
 
     Args:
@@ -43,30 +44,34 @@ def forward(
         hooks: score and mask of the variant.
         scale: factor on q k^T, before the score function.
         need_max: whether to return the largest score of each row.
+        need_entropy: whether to return the entropy of each row.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; LSE [B, Hq, Sq], natural
-        logarithm, float32 (float64 for float64); the largest score of each row in the shape and
-        dtype of the LSE, or None. A fully masked row gives 0, -inf (the sink, if there is one) and
-        -inf.
+        logarithm, float32 (float64 for float64); the largest score and the entropy of each row in
+        the shape and dtype of the LSE, or None. A fully masked row gives 0, -inf (the sink, if
+        there is one), -inf and 0.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     out = output_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:3], dtype=call.dtype)
     top = torch.empty_like(lse) if need_max else None
+    entropy = torch.empty_like(lse) if need_entropy else None
     space = Workspace(query, call.dtype)
     for unit, chunk, keeps in call.walk(SCORES):
         if chunk.first:
             q = unit.rows(query, chunk, call.dtype)
-            softmax = Softmax(call.factor)
+            softmax = Softmax(call.factor, need_entropy)
         if chunk.spans:
             s = _scores(call, unit, chunk, keeps, q, space)
             softmax.add(s, unit.columns(value, chunk, call.dtype))
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
             sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
+            if entropy is not None:  # first, because `finish` overwrites its sums
+                softmax.write_entropy(entropy[here], sink)
             softmax.finish(out[here], lse[here], None if top is None else top[here], sink)
-    return out, lse, top
+    return out, lse, top, entropy
 
 
 def _scores(
@@ -90,8 +95,11 @@ def _scores(
 class Softmax:
     """Accumulates online softmax of some rows times the values (Milakov and Gimelshein, 2018)."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, need_entropy: bool = False) -> None:
         self._factor = factor  # on every score, applied in the exponential
+        self._need_entropy = need_entropy
+        # sum of w log(w) over the weights w of a row before the division, [lanes, rows, 1]
+        self._moment: Tensor
         self._acc: Tensor | None = None  # [lanes, rows, Dv]
         self._total: Tensor  # [lanes, rows, 1], as are _peak and _shift
         self._peak: Tensor
@@ -107,11 +115,38 @@ class Softmax:
         if self._acc is None:
             self._total = s.sum(dim=-1, keepdim=True)
             self._acc = torch.bmm(s, v)
+            if self._need_entropy:
+                self._moment = torch.xlogy(s, s).sum(dim=-1, keepdim=True)
         else:
             decay = exponential(self._shift, shift, self._factor)
+            if self._need_entropy:  # w becomes decay w, whose logarithm is log(decay) + log(w)
+                self._moment.mul_(decay).addcmul_(torch.xlogy(decay, decay), self._total)
+                self._moment.add_(torch.xlogy(s, s).sum(dim=-1, keepdim=True))
             self._total.mul_(decay).add_(s.sum(dim=-1, keepdim=True))
             self._acc.mul_(decay).baddbmm_(s, v)
         self._peak, self._shift = peak, shift
+
+    def write_entropy(self, entropy: Tensor, sink: Tensor | None) -> None:
+        """Write the entropies of the rows: log(total) - moment / total; 0 for a row without keys.
+
+        Args:
+            entropy: [nb, nh, rows], written.
+            sink: [1, nh, 1], one more logit of each row; None for none.
+        """
+        if self._acc is None:
+            entropy.zero_()
+            return
+        total, moment = self._total.view(entropy.shape), self._moment.view(entropy.shape)
+        if sink is not None:
+            peak = self._peak.view(entropy.shape) * self._factor
+            base = torch.maximum(peak, sink)
+            base = base.masked_fill(base == -math.inf, 0)
+            decay, own = torch.exp(peak - base), torch.exp(sink - base)
+            moment = decay * moment + torch.xlogy(decay, decay) * total + torch.xlogy(own, own)
+            total = decay * total + own
+        # a rounded difference may be below 0
+        found = torch.log(total).sub_(moment / total).clamp_(min=0)
+        entropy.copy_(found.masked_fill_(total == 0, 0))
 
     def finish(self, out: Tensor, lse: Tensor, top: Tensor | None, sink: Tensor | None) -> None:
         """Write the results of the rows.

@@ -56,6 +56,7 @@ class ForwardConfig:
             launch control. The grid then has a CTA, or a pair, for each work tile, and a running
             one takes over the work tile of one that was not launched yet.
         need_max: also write the row maxima.
+        need_entropy: also write the entropies of the rows.
     """
 
     dtype: str = "bfloat16"
@@ -69,6 +70,7 @@ class ForwardConfig:
     poly: int = 0
     work: str = "counter"
     need_max: bool = False
+    need_entropy: bool = False
 
     def __post_init__(self) -> None:
         for problem in self.problems():

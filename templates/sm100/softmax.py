@@ -28,7 +28,13 @@ from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
-from attnkit.templates.common.softmax import largest, row_results
+from attnkit.templates.common.softmax import (
+    at_least,
+    largest,
+    rescaled_moment,
+    row_entropy,
+    row_results,
+)
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import HEAVIEST, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
@@ -49,21 +55,27 @@ class RowState:
         max: f32 [1], the maximum that is subtracted in P and in `sum`.
         sum: f32 [1], the sum of P.
         highest: f32 [1], the largest score, if the kernel writes the maxima.
+        moment: f32 [1], the sum of P log2(P), if the kernel writes entropies; otherwise `highest`.
     """
 
     max: cute.Tensor
     sum: cute.Tensor
     highest: cute.Tensor
+    moment: cute.Tensor
 
     @staticmethod
-    def create() -> RowState:
+    def create(need_entropy: bool) -> RowState:
         """Allocate the state in registers."""
-        return RowState(*(cute.make_rmem_tensor(1, Float32) for _ in range(3)))  # f32 [1] each
+        # f32 [1] each
+        row_max, row_sum, highest = (cute.make_rmem_tensor(1, Float32) for _ in range(3))
+        moment = cute.make_rmem_tensor(1, Float32) if need_entropy else highest
+        return RowState(row_max, row_sum, highest, moment)
 
     def reset(self) -> None:
         """Reset the state for a new work tile."""
         self.max[0], self.sum[0] = Float32(NEG_INF), Float32(0.0)
-        self.highest[0] = Float32(NEG_INF)
+        self.moment[0] = Float32(0.0)
+        self.highest[0] = Float32(NEG_INF)  # last, because it may be `moment`
 
 
 @dataclass(frozen=True)
@@ -367,7 +379,10 @@ class Softmax:
         return _larger(peak, largest(chains, nan) + base, nan), [None] * CHAINS
 
     def move_maximum(self, state: RowState, peak: Float32, factor: Float32 | None) -> Any:
-        """Update the row maximum with a block's `peak`; return the rescale factor of O."""
+        """Update the row maximum with a block's `peak`; return the rescale factor of O.
+
+        The sum of P log2(P) is rescaled here, the sum of P by the caller.
+        """
         nan = self.config.need_max
         old = state.max[0]
         new = cute.arch.fmax(old, peak, nan=nan)
@@ -378,7 +393,11 @@ class Softmax:
         new = cutlass.select_(growth <= Float32(RESCALE_THRESHOLD), old, new)
         state.max[0] = new
         drop = old - common_device.finite_or_zero(new)
-        return common_device.exp2(drop if factor is None else drop * factor)
+        change = drop if factor is None else drop * factor
+        scale = common_device.exp2(change)
+        if self.config.need_entropy:
+            state.moment[0] = rescaled_moment(state.moment[0], state.sum[0], change, scale)
+        return scale
 
     def compute_p(
         self,
@@ -387,8 +406,12 @@ class Softmax:
         base: Float32 | None,
         row_max: Float32,
         factor: Float32 | None,
+        state: RowState,
     ) -> list[Any]:
-        """Return P of adjacent columns, from column `first` of a block on, as float32 pairs."""
+        """Return P of adjacent columns, from column `first` of a block on, as float32 pairs.
+
+        Their P log2(P) is added to `state.moment` if the kernel writes entropies.
+        """
         less = self.shift(base, row_max, factor)
         pairs = []
         for j in range(0, len(values), 2):
@@ -397,12 +420,15 @@ class Softmax:
                 pair = cute.arch.add_packed_f32x2(pair, (less, less))
             else:
                 pair = cute.arch.fma_packed_f32x2(pair, (factor, factor), (less, less))
-            poly = self.config.poly
+            poly, exponents = self.config.poly, pair
             if poly and (first + j) // 2 % poly == poly - 1:
                 pair = exp2_pair(pair[0], pair[1], DEGREES[self.config.dtype])
             else:
                 pair = common_device.exp2(pair[0]), common_device.exp2(pair[1])
             pairs.append(pair)
+            if self.config.need_entropy:
+                for value, x in zip(pair, exponents, strict=True):
+                    state.moment[0] = cute.math.fma(value, at_least(x), state.moment[0])
         return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
@@ -435,8 +461,8 @@ class Softmax:
 
     def finish(
         self, tile: TileValues, state: RowState, gap: Float32, sink: Float32 | None
-    ) -> tuple[Float32, Float32, Float32]:
-        """Return the factor of the output, the LSE and the largest score of the row.
+    ) -> tuple[Float32, Float32, tuple[Float32, Float32]]:
+        """Return the factor of the output, the LSE, and (largest score, entropy) of the row.
 
         Args:
             tile: values of the work tile.
@@ -447,7 +473,11 @@ class Softmax:
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
         lse_term = self.hooks.lse_offset(tile.site, tile.head, tile.row[1])
-        return row_results(row_sum, gap, row_max, highest, factor, lse_term, sink)
+        scale, lse, most = row_results(row_sum, gap, row_max, highest, factor, lse_term, sink)
+        entropy = Float32(0.0)
+        if self.config.need_entropy:
+            entropy = row_entropy(row_sum, state.moment[0], row_max, factor, lse_term, sink)
+        return scale, lse, (most, entropy)
 
 
 @cute.jit

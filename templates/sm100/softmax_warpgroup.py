@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common.forward_work import Scalars
-from attnkit.templates.common.softmax import own_sink
+from attnkit.templates.common.softmax import own_sink, write_statistics
 from attnkit.templates.sm100 import device
 from attnkit.templates.sm100.config import ROWS, WARPGROUP_WARPS, ForwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
@@ -29,7 +29,8 @@ class RowResults:
 
     Attributes:
         lse: f32 [B, H, S].
-        max_scores: f32 [B, H, S], written only if the config has `need_max`.
+        max_scores: f32 [B, H, S], written only if the config has `need_max`. If it has
+            `need_entropy`, f32 [1 or 2, B, H, S]: entropies, then maxima if needed.
         split_lse: f32 [slots, block_q], LSE of the parts of split rows.
     """
 
@@ -90,7 +91,7 @@ class SoftmaxWarpgroup:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         t, row = warp // WARPGROUP_WARPS, thread_idx % ROWS
         place = thread_idx  # equal to t * ROWS + row, but needs no register
-        state = RowState.create()
+        state = RowState.create(c.need_entropy)
         thread = RowThread(t, row, place, state, gaps)
         row_numbers = row_numbers.of_tile(t)
         kv_idx, tile_idx = Int32(0), Int32(0)
@@ -110,14 +111,14 @@ class SoftmaxWarpgroup:
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
             sink = self.sink(work_ring, tile_idx, captured)
-            scale, lse, max_score = self.softmax.finish(tile, state, gaps[place], sink)
+            scale, lse, statistics = self.softmax.finish(tile, state, gaps[place], sink)
             row_numbers.wait_empty(kv_idx + tile_idx)  # earlier scales: one per block and per tile
             row_numbers.write(place, scale)
             # read the record again, which saves registers in the mainloop
             work = work_ring.wait(tile_idx)
             work_ring.release(tile_idx)
             tile_row = self.group.query_tile(t) * ROWS + device.opaque_copy(row, tile_idx)
-            self.write_row(results, lse, max_score, work, tile_row)
+            self.write_row(results, lse, statistics, work, tile_row)
             tile_idx += 1
             work = work_ring.wait(tile_idx)
         work_ring.release(tile_idx)
@@ -183,7 +184,8 @@ class SoftmaxWarpgroup:
                 i, low = divmod(start, wide)
                 values = scores.chunks[i][low : low + step]
                 base = scores.bases[i]
-                pending.append(softmax.compute_p(values, start, base, state.max[0], factor))
+                reference = state.max[0]
+                pending.append(softmax.compute_p(values, start, base, reference, factor, state))
             end = start + step - ahead
             if end > 0:
                 # P in 16 bits takes half of the columns of S, the upper ones
@@ -198,16 +200,16 @@ class SoftmaxWarpgroup:
         self,
         results: RowResults,
         value: Float32,
-        max_score: Float32,
+        statistics: tuple,
         work: Work,
         tile_row: Int32,
     ):
-        """Write LSE of one row, and its maximum if the config needs it."""
+        """Write LSE of one row, and its (maximum, entropy) if the config needs them."""
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         row = work.q_block * self.config.block_q + tile_row
         if work.split_slot >= 0:
             split_lse[work.split_slot, tile_row] = value
         elif row < lse.shape[2]:
             lse[work.batch, work.head, row] = value
-            if const_expr(self.config.need_max):
-                max_scores[work.batch, work.head, row] = max_score
+            where = work.batch, work.head, row
+            write_statistics(self.config, max_scores, where, statistics)

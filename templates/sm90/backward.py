@@ -95,6 +95,7 @@ class Consumer:
         smem: LSE, delta and words in shared memory.
         out: destinations of the results.
         row0: the thread's first row within a q block.
+        entropy_grads: the gradient of the entropies, f32 [B, H, S]; empty without entropies.
         ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's slice of it, and its
             target: dtype [64, block_q, 2 stages].
     """
@@ -104,6 +105,7 @@ class Consumer:
     smem: LoadTargets
     out: Outputs
     row0: Int32
+    entropy_grads: list
     ds_copy: Any
     ds_thread: Any
     ds_smem: cute.Tensor
@@ -191,7 +193,8 @@ class Backward:
             items: the work list, int32 [work tiles, 12], see `WorkItem`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
             counter: int32 [1 + 8 * split kv blocks], zero; the kernel resets it to zero.
-            captured: captured tensors.
+            captured: captured tensors; then, with `with_entropy`, the gradient of the rows'
+                entropies, float32 [B, H, S].
             totals: gradients of captured tensors that require grad, float32, in the shapes of the
                 tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
                 bins, see `common.exact_sums`.
@@ -294,6 +297,8 @@ class Backward:
     ):
         """Set up shared memory and barriers, then branch to the warp's role (`backward_shared`)."""
         c = self.config
+        count = len(captured) - (1 if const_expr(c.with_entropy) else 0)
+        captured, entropy_grads = captured[:count], captured[count:]
         problem, (grad_key, grad_value) = Problem(*sizes), grads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
@@ -345,7 +350,8 @@ class Backward:
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
-                (mmas_overwrite, mmas_accumulate), views, smem, bars, factors, captured, totals,
+                (mmas_overwrite, mmas_accumulate), views, smem, bars, factors,
+                (captured, entropy_grads), totals,
                 Results(grad_key, grad_value, staging, sums, counter), problem,
             )  # fmt: skip
 
@@ -357,13 +363,17 @@ class Backward:
         smem: LoadTargets,
         bars: Barriers,
         factors: cute.Pointer,
-        captured: list,
+        read: tuple,
         totals: list,
         results: Results,
         problem: Problem,
     ):
-        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile.
+
+        `read` are the captured tensors, and the gradient of the entropies if it is needed.
+        """
         c, p, info = self.config, problem, smem.info
+        captured, entropy_grads = read
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -371,7 +381,7 @@ class Backward:
         column0 = wg * ROWS + (warp % WARPS) * 16 + lane // 4
         row0 = (lane % 4) * 2
         out = Outputs(results, problem, info, bars, wg, thread)
-        consumer = self.set_up(mmas, views, smem, bars, factors, out, row0)
+        consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads)
         mma = consumer.mma
         q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
         sums = self.captured_grads.begin(totals)
@@ -433,7 +443,7 @@ class Backward:
 
     def set_up(
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
-        out: Outputs, row0: Int32,
+        out: Outputs, row0: Int32, entropy_grads: list,
     ) -> Consumer:  # fmt: skip
         """Create the operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
@@ -451,7 +461,7 @@ class Backward:
         )
         ds_thread = ds_copy.get_slice(out.thread)
         ds_smem = ds_thread.partition_D(views.ds_written)
-        return Consumer(mma, bars, smem, out, row0, ds_copy, ds_thread, ds_smem)
+        return Consumer(mma, bars, smem, out, row0, entropy_grads, ds_copy, ds_thread, ds_smem)
 
     def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
         """Issue S and dP of a q block; at a work tile's first, also write the previous dK and dV.
@@ -522,12 +532,14 @@ class Backward:
             warpgroup.wait_group(1)  # S is complete; dP runs during the exponentials
             factors = self.row_slopes.allocate(mma.s)
             self.softmax.compute_p(block, tile, mma.s, mma.s, p, factors)
+            groups = cute.size(mma.s) // 4
+            entropy = self.softmax.entropy_factors(w.entropy_grads, block, tile, groups)
             warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
             if factors is not None:
                 to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds)
             else:
-                self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds)
+                self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds, entropy)
         # wait until both consumers have read dS of the block that used this stage before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(

@@ -28,6 +28,7 @@ class BackwardConfig:
             `attnkit.schedule.first_writer`.
         less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
             only add terms to the score that do not depend on the score.
+        with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
     """
 
     dtype: str = "bfloat16"
@@ -38,6 +39,7 @@ class BackwardConfig:
     sum_order: str = ""
     first_writer: bool = False
     less_lse: bool = False
+    with_entropy: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -95,6 +97,8 @@ class BackwardConfig:
             return (
                 f"block_q={self.block_q} with head_dim={self.head_dim}: expected 64, or 128 with 64"
             )
+        if self.with_entropy and self.rounded:
+            return f"entropies with block_q={self.block_q}: expected {ROWS}"
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.smem_bytes > SMEM_BYTES:

@@ -1,4 +1,4 @@
-"""Compute dS of the Hopper backward where the derivative of the mod is a learned factor of the row.
+"""Compute dS of the Hopper backward if the derivative of the mod is a learned factor of the row.
 
 Gradients of the modified scores are dF = P (dP - delta). dK gets dS = J dF from registers, where J
 is the factor of the row, and dQ gets dF from shared memory: `backward_row_factors` multiplies dQ by

@@ -10,6 +10,8 @@ respect to the raw score, called its slope. P J replaces the scores in their reg
 is known. A mod therefore needs no extra registers, and subexpressions that the mod and J share are
 computed once. If the hooks have `row_factors`, J depends on the row alone: P replaces the scores,
 dK gets dS = J dF for dF = P (dP - delta), and dQ gets dF, which the postprocess multiplies by J.
+
+The gradient g of a row's entropy E adds -g P J (log(P) + E) to dS. Delta includes g E.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.constants import LN2, LOG2_E
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
+from attnkit.templates.common.softmax import at_least
 from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm90.backward_alibi import Alibi, Term
 from attnkit.templates.sm90.backward_config import BackwardConfig
@@ -264,10 +267,38 @@ class SoftmaxBackward:
             return None if terms[0] is None else [-term * LOG2_E for term in terms]
         return [lse[k] if term is None else lse[k] - term * LOG2_E for k, term in enumerate(terms)]
 
+    def entropy_factors(
+        self, grads: list, block: QBlock, tile: KvBlock, groups: int
+    ) -> list[tuple[Any, Any]] | None:
+        """Return -g ln(2) of the two rows of each group of a q block; None without entropies.
+
+        Args:
+            grads: f32 [B, H, S], the gradients g of the entropies; empty without entropies.
+            block: the q block.
+            tile: values of the kv block.
+            groups: number of groups of 8 rows.
+        """
+        if not self.config.with_entropy:
+            return None
+        site, first = tile.site, (block.word >> 2) * self.config.block_q + block.row0
+        rows = [
+            [cutlass.min(first + 8 * g + k, site.q_len - 1) for k in (0, 1)] for g in range(groups)
+        ]
+        low, high = (
+            [grads[0][site.b, site.h, pair[k]] * Float32(-LN2) for pair in rows] for k in (0, 1)
+        )
+        return list(zip(low, high, strict=True))
+
     def compute_ds(
-        self, slopes: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, delta: Any, ds: cute.Tensor
+        self,
+        slopes: cute.Tensor,
+        p: cute.Tensor,
+        dp: cute.Tensor,
+        delta: Any,
+        ds: cute.Tensor,
+        entropy: list[tuple[Any, Any]] | None = None,
     ) -> None:
-        """Compute dS = P J (dP - delta) into `ds` in the dtype.
+        """Compute dS = P J (dP - delta) into `ds` in the dtype; with entropies, their gradient too.
 
         Args:
             slopes: f32 P J; not read if `rounded`, because J is 1.
@@ -275,6 +306,7 @@ class SoftmaxBackward:
             dp: f32 dP if `rounded`, else dP - delta.
             delta: -delta of the thread's rows, f32 [2, pairs]; read only if `rounded`.
             ds: dS in the dtype, written.
+            entropy: see `entropy_factors`.
         """
         pairs, rounded = cute.recast_tensor(ds, Int32), cute.recast_tensor(p, Int32)
         for i in range(0, cute.size(dp), 2):  # two rows of a column
@@ -287,6 +319,11 @@ class SoftmaxBackward:
                 weights = slopes[i], slopes[i + 1]
                 if self.late:
                     rounded[i // 2] = device.pack(*weights, self.dtype)
+                if entropy is not None:
+                    probs = weights if self.late else device.unpack(rounded[i // 2], self.dtype)
+                    logs = [at_least(cute.math.log2(x, fastmath=True)) for x in probs]
+                    factors = entropy[i // 4]
+                    low, high = low + factors[0] * logs[0], high + factors[1] * logs[1]
             pairs[i // 2] = device.pack(weights[0] * low, weights[1] * high, self.dtype)
 
 

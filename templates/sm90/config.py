@@ -34,6 +34,7 @@ class ForwardConfig:
         store_from_registers: store the output from registers, because shared memory has no room for
             its tile.
         need_max: also write the row maxima.
+        need_entropy: also write the entropies of the rows.
         checks_data: idle warps compare captured data with its fingerprints.
     """
 
@@ -49,6 +50,7 @@ class ForwardConfig:
     poly: int = 0
     store_from_registers: bool = False
     need_max: bool = False
+    need_entropy: bool = False
     checks_data: bool = False
 
     @property

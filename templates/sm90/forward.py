@@ -142,7 +142,8 @@ class Forward:
         Args:
             query, key, value, out: [B, H, S, D] of the config's dtype, with a contiguous last
                 dimension; the other strides and the address are multiples of 16 bytes.
-            lse, max_scores: float32 [B, H, S]; the maxima are written only with `need_max`.
+            lse, max_scores: float32 [B, H, S]; the maxima are written only with `need_max`. With
+                `need_entropy`, `max_scores` is [1 or 2, B, H, S]: entropies, then maxima if needed.
             work_tiles: int32 [work tiles, 12], see `WorkItem`.
             partial_runs, full_runs: int32 [2, runs], starts and lengths of runs of kv blocks.
             counter: int32 [1], zero; the kernel resets it to zero.
@@ -321,7 +322,7 @@ class Forward:
         thread = ConsumerThread(wg, warp, lane, (warp % WARPGROUP_WARPS) * 16 + lane // 4)
         first_column = (lane % 4) * 2
         mma = ForwardMma.create(c, mmas, smem, ct)
-        state = RowState.create()
+        state = RowState.create(c.need_entropy)
         mma.set_accumulate()
         consumer = Consumer(thread, mma, state, smem, bars)
         output = self.epilogue.output_tile(mma, smem.o, tma_o, ct)

@@ -13,7 +13,7 @@ from attnkit.templates.common import device
 from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.forward_work import WorkItem
 from attnkit.templates.common.hooks import ForwardHooks
-from attnkit.templates.common.softmax import row_results
+from attnkit.templates.common.softmax import row_entropy, row_results, write_statistics
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import (
     WARP_THREADS,
@@ -38,7 +38,8 @@ class Results:
     Attributes:
         out: [B, H, S, Dv].
         lse: f32 [B, H, S].
-        max_scores: f32 [B, H, S], written only if the config has `need_max`.
+        max_scores: f32 [B, H, S], written only if the config has `need_max`. If it has
+            `need_entropy`, f32 [1 or 2, B, H, S]: entropies, then maxima if needed.
         split_out: f32 [slots, block_q, Dv], output of the parts of split rows.
         split_lse: f32 [slots, block_q], LSE of the parts of split rows.
     """
@@ -129,25 +130,32 @@ class Epilogue:
         results: Results,
         place: RowPlace,
     ) -> None:
-        """Write LSE and maxima of the thread's rows, and set `state.scale` to the factor of O."""
+        """Write LSE and statistics of the thread's rows, and set `state.scale`, the factor of O."""
         for r in range(ROWS):
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
             state.scale[r], lse, max_score = row_results(
                 total, None, row_max, state.highest[r], factor, lse_terms[r], sink
             )
-            self._write_row(results, lse, max_score, place, r)
+            entropy = Float32(0.0)
+            if self.config.need_entropy:
+                moment = device.quad_sum(state.moment[r])
+                entropy = row_entropy(total, moment, row_max, factor, lse_terms[r], sink)
+            self._write_row(results, lse, (max_score, entropy), place, r)
 
     @cute.jit
     def _write_row(
         self,
         results: Results,
         value: Float32,
-        max_score: Float32,
+        statistics: tuple,
         place: RowPlace,
         r: cutlass.Constexpr,
     ):
-        """Write LSE, and the maximum if needed, of row `r` from the first lane of the quad."""
+        """Write the results of row `r` from the first lane of the quad.
+
+        `value` is the LSE, `statistics` are the maximum and the entropy, written if needed.
+        """
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         work, row = place.work, place.row
         if place.lane % QUAD == 0:
@@ -155,8 +163,8 @@ class Epilogue:
                 split_lse[work.split_slot, place.tile_row + ROW_STEP * r] = value
             elif row + ROW_STEP * r < lse.shape[2]:
                 lse[work.batch, work.head, row + ROW_STEP * r] = value
-                if const_expr(self.config.need_max):
-                    max_scores[work.batch, work.head, row + ROW_STEP * r] = max_score
+                where = work.batch, work.head, row + ROW_STEP * r
+                write_statistics(self.config, max_scores, where, statistics)
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
         """Multiply the output accumulator by `state.scale`, the reciprocal of the row sums."""
@@ -303,8 +311,8 @@ class Epilogue:
             empty = self._lse_without_keys(captured, head)
             for i in cutlass.range(lane, rows, WARP_THREADS, unroll=1):
                 lse[batch, head, first + i] = empty
-                if const_expr(c.need_max):
-                    max_scores[batch, head, first + i] = Float32(NEG_INF)
+                masked = Float32(NEG_INF), Float32(0.0)
+                write_statistics(c, max_scores, (batch, head, first + i), masked)
             index += CLEARING_WARPS * ctas
 
     def _lse_without_keys(self, captured: list, head: Int32) -> Float32:

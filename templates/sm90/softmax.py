@@ -27,7 +27,7 @@ from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
-from attnkit.templates.common.softmax import largest, own_sink
+from attnkit.templates.common.softmax import at_least, largest, own_sink, rescaled_moment
 from attnkit.templates.sm90.config import ForwardConfig
 
 # The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
@@ -59,21 +59,27 @@ class RowState:
         scale: f32 [2], factor that rescales O and the sums of previous blocks; in the epilogue, the
             factor of the output.
         highest: f32 [2], the largest score, if the kernel writes the maxima.
+        moment: f32 [2], sum of P log2(P) over the thread's columns, if the kernel writes entropies;
+            otherwise `highest`.
     """
 
     max: cute.Tensor
     sum: cute.Tensor
     scale: cute.Tensor
     highest: cute.Tensor
+    moment: cute.Tensor
 
     @staticmethod
-    def create() -> RowState:
+    def create(need_entropy: bool) -> RowState:
         """Allocate the state in registers."""
         row_max = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         row_sum = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         scale = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
         highest = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
-        return RowState(row_max, row_sum, scale, highest)
+        moment = highest
+        if need_entropy:
+            moment = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        return RowState(row_max, row_sum, scale, highest, moment)
 
     def reset(self) -> None:
         """Reset maxima and sums for a new work tile."""
@@ -343,6 +349,7 @@ class Softmax:
         factor: Float32 | None,
         visit: Any = None,
         small: bool = True,
+        moment: cute.Tensor | None = None,
     ) -> Any:
         """Compute P of row `r` from its scores, and return the thread's sum over the row.
 
@@ -354,26 +361,34 @@ class Softmax:
             factor: factor of the scores; None for 1.
             visit: called with each pair of elements, to interleave other instructions.
             small: whether an exponent may be below -126.
+            moment: f32 [2], in which row `r` is set to the thread's sum of P log2(P) if the kernel
+                writes entropies.
         """
         mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
         sums: list[Any] = [None] * CHAINS
+        product_sum: Any = None  # a single chain: it waits for exponentials anyway
         pairs = None if p is None else cute.recast_tensor(p, Int32)  # i32, two of P each
         poly, minus = self.config.poly, None if reference is None else -reference
         for t in range(0, len(mine), 2):
-            values = []
+            values, exponents = [], []
             for k, i in enumerate(mine[t : t + 2]):
                 x = device.shifted(acc_s[i], factor, minus)
+                exponents.append(x)
                 on_fma = poly and not small and (t + k) % poly == poly - 1
                 values.append(device.exp2_on_fma(x) if on_fma else device.exp2(x))
             for k, value in enumerate(values):
                 c = (t + k) % CHAINS
                 sums[c] = value if sums[c] is None else sums[c] + value
+                if self.config.need_entropy:
+                    product_sum = device.shifted(value, at_least(exponents[k]), product_sum)
             if pairs is None:
                 acc_s[mine[t]], acc_s[mine[t + 1]] = values
             else:
                 pairs[mine[t] // 2] = device.pack(values[0], values[1], self.dtype)
             if visit is not None:
                 visit(mine[t], mine[t + 1])
+        if moment is not None and self.config.need_entropy:
+            moment[r] = product_sum
         return _added(sums)
 
     def first_block(
@@ -402,7 +417,7 @@ class Softmax:
                 reference = _reference(state.max[r], base, factor)
                 if const_expr(self.config.need_max):
                     state.highest[r] = state.max[r]
-            state.sum[r] = self.compute_p(acc_s, p, r, reference, factor)
+            state.sum[r] = self.compute_p(acc_s, p, r, reference, factor, moment=state.moment)
 
     def next_block(
         self,
@@ -427,14 +442,27 @@ class Softmax:
         self.apply_mask(bits, acc_s)
         kind = self.config.softmax
         if kind == "no-max":
-            row_sum = state.sum
+            row_sum, moment, small = state.sum, self._block_moment(), bits is not None
             for r in range(ROWS):
-                total = self.compute_p(acc_s, p, r, None, factor, small=bits is not None)
+                total = self.compute_p(acc_s, p, r, None, factor, small=small, moment=moment)
                 row_sum[r] = row_sum[r] + total
+            self._add_moment(state, moment)
         elif kind == "delayed-max":
             self._delayed_max(acc_s, p, state, base, factor)
         else:
             self._online(acc_s, p, state, base, factor)
+
+    def _block_moment(self) -> cute.Tensor | None:
+        """Allocate registers for a block's sums of P log2(P); None without entropies."""
+        if not self.config.need_entropy:
+            return None
+        return cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+
+    def _add_moment(self, state: RowState, moment: cute.Tensor | None) -> None:
+        """Add a block's sums of P log2(P) to those of the work tile."""
+        if moment is not None:
+            for r in range(ROWS):
+                state.moment[r] = state.moment[r] + moment[r]
 
     def _delayed_max(
         self,
@@ -451,12 +479,13 @@ class Softmax:
         exact = self.config.need_max
         peak = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's maxima
         total = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's sums
+        moment = self._block_moment()
         grown = Boolean(False)
         for r in range(ROWS):
             highest = _Highest(acc_s, True)
             reference = _reference(state.max[r], base, factor)
             visit = highest.take if exact else None
-            total[r] = self.compute_p(acc_s, p, r, reference, factor, visit)
+            total[r] = self.compute_p(acc_s, p, r, reference, factor, visit, moment=moment)
             state.scale[r] = Float32(1.0)
             # a row that is fully masked so far has no maximum yet
             unset = state.max[r] == Float32(NEG_INF)
@@ -467,9 +496,11 @@ class Softmax:
                 state.highest[r] = cute.arch.fmax(state.highest[r], peak[r], nan=True)
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
-        self._recompute(acc_s, p, state, peak, total, unit, shift, grown)
+        sums = total, total if moment is None else moment
+        self._recompute(acc_s, p, state, peak, sums, unit, shift, grown)
         for r in range(ROWS):
             state.sum[r] = state.sum[r] + total[r]
+        self._add_moment(state, moment)
 
     @cute.jit
     def _recompute(
@@ -478,22 +509,30 @@ class Softmax:
         p: cute.Tensor,
         state: RowState,
         peak: cute.Tensor,
-        total: cute.Tensor,
+        sums: tuple,
         factor: Float32,
         base: Float32,
         grown: Boolean,
     ):
-        """Recompute P from the scores with new maxima if `grown` is set in any lane."""
+        """Recompute P from the scores with new maxima if `grown` is set in any lane.
+
+        `sums` are the block's sums of P and of P log2(P), f32 [2] each.
+        """
         row_max, row_sum, scale = state.max, state.sum, state.scale
+        total, moment = sums
+        moments = state.moment
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
                 if const_expr(not self.config.need_max):
                     peak[r] = device.quad_max(_row_peak(acc_s, r, base, False), False)
                 old = row_max[r]
                 row_max[r] = cute.arch.fmax(old, peak[r])
-                scale[r] = device.exp2((old - device.finite_or_zero(row_max[r])) * factor)
+                change = (old - device.finite_or_zero(row_max[r])) * factor
+                scale[r] = device.exp2(change)
                 reference = _reference(row_max[r], base, factor)
-                total[r] = self.compute_p(acc_s, p, r, reference, factor)
+                total[r] = self.compute_p(acc_s, p, r, reference, factor, moment=moment)
+                if const_expr(self.config.need_entropy):
+                    moments[r] = rescaled_moment(moments[r], row_sum[r], change, scale[r])
                 row_sum[r] = row_sum[r] * scale[r]
 
     def _online(
@@ -520,9 +559,12 @@ class Softmax:
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
         self._raise_max(acc_s, state, unit, shift, grown)
+        moment = self._block_moment()
         for r in range(ROWS):
             reference = _reference(state.max[r], base, factor)
-            state.sum[r] = state.sum[r] + self.compute_p(acc_s, p, r, reference, factor)
+            total = self.compute_p(acc_s, p, r, reference, factor, moment=moment)
+            state.sum[r] = state.sum[r] + total
+        self._add_moment(state, moment)
 
     @cute.jit
     def _raise_max(
@@ -535,6 +577,7 @@ class Softmax:
     ):
         """Compute the exact row maxima if `grown` is set in any lane of the warp."""
         row_max, row_sum, scale, highest = state.max, state.sum, state.scale, state.highest
+        moments = state.moment
         nan = self.config.need_max  # torch's maximum propagates NaN
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
@@ -546,7 +589,10 @@ class Softmax:
                 # small growth: keep the old maximum, with nothing to rescale
                 new = cutlass.select_((new - old) * factor <= Float32(RESCALE_THRESHOLD), old, new)
                 row_max[r] = new
-                scale[r] = device.exp2((old - device.finite_or_zero(new)) * factor)
+                change = (old - device.finite_or_zero(new)) * factor
+                scale[r] = device.exp2(change)
+                if const_expr(self.config.need_entropy):
+                    moments[r] = rescaled_moment(moments[r], row_sum[r], change, scale[r])
                 row_sum[r] = row_sum[r] * scale[r]
 
     @cute.jit

@@ -195,7 +195,7 @@ def test_explain_takes_the_masks_own_lengths(
 
 def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("explain masks:causal --q-len 256 --timeline no/where.svg".split()) == 2
-    assert "No such file or directory: 'no/where.svg'" in capsys.readouterr().err
+    assert "got 'no/where.svg': No such file or directory" in capsys.readouterr().err
 
 
 def test_every_command_is_a_module_that_registers_itself() -> None:

@@ -70,7 +70,7 @@ TAKES: dict[str, tuple[Type, ...]] = {
 }
 DIVIDING, SHIFTING = ("fdiv", "mod", "tdiv"), ("shl", "shr")
 CURVED = (
-    "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf".split()
+    "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2".split()
 )  # the operations that no two libraries round alike
 
 
@@ -79,7 +79,7 @@ def samples() -> list[Node]:
     found = [ir.node("round", OPERANDS[F32][0], attr=a) for a in ("bfloat16", "float16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:
-            args = list(OPERANDS[kind][: len(letters)])
+            args = list((*OPERANDS[kind], load(5, F32, [q]))[: letters.count(letters[-1])])
             if kind == I32 and op in DIVIDING + SHIFTING:
                 args[1] = load(3 if op in DIVIDING else 4, I32, [kv])
             if op == "where":
@@ -164,7 +164,11 @@ def test_curved_operations_stay_within_three_units_on_random_values(
     seed: int, scale: float
 ) -> None:
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(seed)) * scale
-    roots = [ir.node(op, score) for op in CURVED if op != "pow"]
+    roots = [ir.node(op, score) for op in CURVED if op not in ("pow", "atan2")]
+    roots += [
+        build("atan2", score, other)
+        for other in (const(1.0), const(-0.25), build("mul", score, score))
+    ]
     exact = evaluate(roots, {"score": values.double()}, [], torch.float64)
     for n, ours, reference in zip(
         roots, run_on_cpu(roots, {"score": values}, []), exact, strict=True

@@ -68,7 +68,7 @@ def test_operations_of_one_instruction_are_known() -> None:
     A new operation needs an estimate or an entry.
     """
     floats = [(op, len(takes)) for op, (takes, _) in SIGNATURES.items() if set(takes) <= {"f", "n"}]
-    leaves = arg("score"), arg("grad")
+    leaves = arg("score"), arg("grad"), arg("scale")
     nodes = [node(op, *leaves[:count]) for op, count in floats if op != "round"]
     single = {n.op for n in nodes if instructions(n) == 1}
     assert single == {"add", "sub", "mul", "neg", "abs", "min", "max", "floor"}
@@ -78,6 +78,8 @@ MODS = {
     "none": lambda s, b, h, q, kv: s * torch.sign(h - 0.5),
     "exp": lambda s, b, h, q, kv: torch.exp(s),
     "erf": lambda s, b, h, q, kv: torch.erf(s),
+    "erfinv": lambda s, b, h, q, kv: torch.erfinv(s),
+    "atan2": lambda s, b, h, q, kv: torch.atan2(s, h - 0.5),
     "distance": lambda s, b, h, q, kv: s + TABLE[q - kv + 256],
     "grid": lambda s, b, h, q, kv: s + GRID[q, kv],
     "divided": lambda s, b, h, q, kv: s + kv % 7,

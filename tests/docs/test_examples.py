@@ -12,15 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def packed_documents(
-    out: Path, *options: str, stderr: int = subprocess.PIPE
+def run(
+    name: str, *options: str | Path, stderr: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run the example with `--quick` on one thread; return the finished process."""
-    command = [sys.executable, ROOT / "examples" / "packed_documents.py", "--quick", "--out", out]
+    """Run an example on one thread; return the finished process."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(
-        [*command, *options],
+        [sys.executable, ROOT / "examples" / name, *options],
         env=env,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -28,6 +27,12 @@ def packed_documents(
         timeout=300,
         check=False,
     )
+
+
+def packed_documents(
+    out: Path, *options: str, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    return run("packed_documents.py", "--quick", "--out", out, *options, stderr=stderr)
 
 
 def test_packed_documents_learns_and_is_exact(tmp_path: Path) -> None:
@@ -63,3 +68,18 @@ def test_failure_with_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert "training  step" not in done.stdout
     assert done.returncode == 1
     assert "FAILED: the loss" in shown
+
+
+def test_block_diffusion_learns_and_is_exact() -> None:
+    """The mask of every step is a new one, and gradients are those of dense attention."""
+    done = run("block_diffusion.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for word in ("loss", "mask", "exact", "never computed"):
+        assert word in done.stdout
+
+
+def test_block_diffusion_reports_a_failure() -> None:
+    done = run("block_diffusion.py", "--steps", "1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("FAILED: the loss")

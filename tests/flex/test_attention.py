@@ -137,6 +137,25 @@ def test_pytorchs_function_takes_our_mask() -> None:
     assert torch.equal(attnkit.flex_attention(query, key, value, bias, mask), expected)
 
 
+@pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 5, 0), (0, 5, 5)])
+def test_calls_of_nothing_have_the_sink_in_their_lse(sizes: tuple[int, int, int]) -> None:
+    batch, q_len, kv_len = sizes
+    query = torch.randn(batch, 2, q_len, 8, requires_grad=True)
+    key, value = (torch.randn(batch, 2, kv_len, 8, requires_grad=True) for _ in range(2))
+    sink = torch.tensor([0.5, -torch.inf], requires_grad=True)
+    out, lse = flex.flex_attention(query, key, value, return_lse=True, sink=sink)
+    rows = (batch, 2, q_len)
+    assert not out.any()
+    assert torch.equal(lse, sink.detach()[:, None].expand(rows))
+    (out.sum() + lse.sum()).backward()
+    assert sink.grad is not None
+    assert sink.grad.tolist() == [batch * q_len, 0]
+    with pytest.raises(attnkit.ShapeError, match="sink"):
+        flex.flex_attention(query, key, value, sink=sink[:1])
+    _, lse = flex.flex_attention(query, key, value, return_lse=True, normalization="softmax1")
+    assert torch.equal(lse, torch.zeros(rows))
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_torch_compile(read: bool) -> None:
     query, key, value = inputs()

@@ -123,6 +123,8 @@ def test_rows_of_a_mask_for_decoding() -> None:
     whole = create_block_mask(causal, 1, 1, 96, 96, device="cpu", BLOCK_SIZE=32)
     row = whole[:, :, torch.tensor([2])]
     row.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, q + 70, kv)
+    with pytest.raises(attnkit.ShapeError, match="assign the seq_lengths of the selection"):
+        flex.flex_attention(query[:, :, 70:71], key, key, block_mask=row)
     row.seq_lengths = (1, 96)
     found = flex.flex_attention(query[:, :, 70:71], key, key, block_mask=row)
     expected = flex.flex_attention(query, key, key, block_mask=whole)
@@ -136,7 +138,7 @@ def test_other_lengths_and_devices() -> None:
         assert cropped[0].shape == cropped[1].shape
         assert torch.equal(*(m.to_dense() for m in cropped))
     check(ours.to("cpu"), expected.to("cpu"))
-    listed = BlockMask._of_lists(expected)
+    listed = BlockMask._from_lists(expected)
     check(listed._adjust(64, 96), expected._adjust(64, 96))
     check(listed.to("cpu"), expected.to("cpu"))
     assert ours.to("meta")._formula is not None
@@ -233,7 +235,7 @@ def test_pytrees() -> None:
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_and_pickles(way: Callable[[Any], Any]) -> None:
     ours, expected = pair(masks.causal(), 2, 1, 128, 96, BLOCK_SIZE=32, separate_full_blocks=False)
-    for mask in (ours, BlockMask._of_lists(expected)):
+    for mask in (ours, BlockMask._from_lists(expected)):
         again = way(mask)
         assert (again._formula is None) == (mask._formula is None)
         assert repr(again) == repr(mask)

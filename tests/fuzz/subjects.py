@@ -18,6 +18,8 @@ import attnkit
 from attnkit import flex, masks, testing
 from attnkit.cli import main
 from attnkit.inspection import picture, summary
+from attnkit.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from attnkit.integrations.torch_attention import varlen_attn
 
 INT, FLAG, TEXT = ("number",), ("number", "object"), ("text",)
 FUNCTION, MASK, TENSOR = ("function",), ("function", "block mask"), ("tensor",)
@@ -61,6 +63,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "return_aux": ("object",),
     "backend": TEXT,
     "sink": TENSOR,
+    "normalization": TEXT,
 }
 MASKED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mask_mod", "mod_fn", "mask", "function"), MASK),
@@ -104,6 +107,7 @@ def _flex_arguments() -> dict[str, Any]:
         "backend": "auto",
         "deterministic": False,
         "sink": torch.randn(2, requires_grad=True),
+        "normalization": "softmax",
     }
 
 
@@ -373,12 +377,100 @@ def _case_arguments() -> dict[str, Any]:
 
 _OUTPUT = str(Path(gettempdir()) / "attnkit-misuse.svg")
 
+
+def _packed_arguments() -> dict[str, Any]:
+    offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
+    tensors = {n: torch.randn(16, 2, 8, requires_grad=True) for n in ("q", "k", "v")}
+    return {
+        **tensors,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets.clone(),
+        "max_seqlen_q": 11,
+        "max_seqlen_k": 11,
+        **_flash_options(),
+        "block_table": None,
+    }
+
+
+def _flash_arguments() -> dict[str, Any]:
+    tensors = {n: torch.randn(2, 16, 2, 8, requires_grad=True) for n in ("q", "k", "v")}
+    return {**tensors, **_flash_options()}
+
+
+def _flash_options() -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": 0.5,
+        "causal": True,
+        "window_size": (4, -1),
+        "softcap": 5.0,
+        "alibi_slopes": torch.rand(2, requires_grad=True),
+        "deterministic": False,
+        "return_attn_probs": False,
+        "return_softmax_lse": False,
+        "score_mod": halve,
+        "mask": causal,
+        "backend": "auto",
+    }
+
+
+def _varlen_arguments() -> dict[str, Any]:
+    offsets = torch.tensor([0, 5, 16], dtype=torch.int32)
+    tensors = {n: torch.randn(16, 2, 8, requires_grad=True) for n in ("query", "key", "value")}
+    return {
+        **tensors,
+        "cu_seq_q": offsets,
+        "cu_seq_k": offsets.clone(),
+        "max_q": 11,
+        "max_k": 11,
+        "return_aux": None,
+        "scale": 0.5,
+        "window_size": (4, 0),
+        "enable_gqa": False,
+        "seqused_k": torch.tensor([3, 11], dtype=torch.int32),
+        "block_table": None,
+        "num_splits": None,
+        "score_mod": halve,
+        "mask": causal,
+        "deterministic": False,
+        "backend": "auto",
+    }
+
+
+def _differentiated(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], None]:
+    """Return a call of `function` twice, each with its backward."""
+
+    def call(arguments: Mapping[str, Any]) -> None:
+        for _ in range(2):
+            outputs = [t for t in _tensors_of(function(**arguments)) if t.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+    return call
+
+
+PACKED: dict[str, tuple[str, ...]] = KINDS | {
+    **dict.fromkeys(("q", "k", "v", "alibi_slopes", "block_table"), TENSOR),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k", "seqused_k"), TENSOR),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "num_splits"), INT),
+    **dict.fromkeys(("dropout_p", "softmax_scale", "softcap"), INT),
+    **dict.fromkeys(("causal", "return_attn_probs", "return_softmax_lse"), FLAG),
+    "window_size": ANY,
+    "mask": FUNCTION,
+}
+
+
 SUBJECTS: dict[str, Subject] = {
     "flex_attention": Subject(_attend, _flex_arguments, KINDS),
     "flex_attention, functions": Subject(
         _functions, lambda: {"score_mod": halve, "block_mask": causal}, KINDS
     ),
     "flex.flex_attention": Subject(_flex_attend, _drop_in_arguments, KINDS),
+    "flash_attn_func": Subject(_differentiated(flash_attn_func), _flash_arguments, PACKED),
+    "flash_attn_varlen_func": Subject(
+        _differentiated(flash_attn_varlen_func), _packed_arguments, PACKED
+    ),
+    "varlen_attn": Subject(_differentiated(varlen_attn), _varlen_arguments, PACKED),
     "flex.create_block_mask": Subject(
         _flex_block_mask,
         lambda: (

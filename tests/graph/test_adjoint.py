@@ -202,6 +202,10 @@ ACTIVATIONS = {
     "tan": torch.tan,
     "round": torch.round,
     "frac": torch.frac,
+    "atan": torch.atan,
+    "asin": lambda s: torch.asin(s / 9.5),
+    "acos": lambda s: torch.acos(s / 9.5),
+    "hypot": lambda s: torch.hypot(s, 2 - s),
     "logaddexp": lambda s: torch.logaddexp(2 * s, 1 - s),
     "logaddexp, one infinite": lambda s: torch.logaddexp(s, torch.where(s > 0, s, -math.inf)),
 }

@@ -35,6 +35,7 @@ MEANINGS = {
     "bitxor": lambda a, b: int(a) ^ int(b),
     "shl": lambda a, b: int(a) << int(b),
     "shr": lambda a, b: int(a) >> int(b),
+    "with_slope": lambda value, x, slope: value,
     "bfloat16": lambda x: float(torch.tensor(float(x)).bfloat16()),
     "Heaviside": lambda x, at_zero=0.5: at_zero if x == 0 else float(x > 0),
 }
@@ -63,6 +64,10 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
         op = draw(st.sampled_from(SMOOTH))
         if op in ("add", "sub", "mul"):
             made = build(op, draw(pick), draw(pick))
+        elif op == "erfinv":
+            made = build("erfinv", build("mul", bounded, const(0.75)))
+        elif op == "atan2":
+            made = build("atan2", draw(pick), positive)
         elif op == "div":
             made = build("div", draw(pick), positive)
         elif op == "pow":
@@ -76,7 +81,7 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
 
 
 SMOOTH = (
-    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf"
+    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2"
 ).split()
 
 
@@ -117,7 +122,7 @@ def samples() -> list[Node]:
     found = [ir.node("round", score, attr="bfloat16")]
     for op, (letters, _) in ir.SIGNATURES.items():
         for kind in TAKES[letters[-1]]:
-            args = OPERANDS[kind][: len(letters)]
+            args = (*OPERANDS[kind], bias)[: letters.count(letters[-1])]
             if op == "where":
                 found.append(ir.node(op, OPERANDS[BOOL][1], *args))
             elif op == "cast":

@@ -54,6 +54,14 @@ def operands(letter: str) -> list[tuple[Type, ...]]:
     )
 
 
+def test_a_value_without_gradient_loses_what_changes_gradients_inside() -> None:
+    score, grad = ir.arg("score"), ir.arg("grad")
+    inner = build("tanh", build("with_slope", build("sin", score), score, const(2.0)))
+    plain = build("tanh", build("sin", score))
+    assert build("with_slope", inner, grad, inner) is ir.node("with_slope", plain, grad, plain)
+    assert build("with_slope", const(1.0), const(0.0), const(0.0)) is const(1.0)
+
+
 def cases() -> list[tuple[str, tuple[Node, ...]]]:
     found = []
     for op, (letters, _) in ir.SIGNATURES.items():

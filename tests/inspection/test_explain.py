@@ -87,6 +87,6 @@ def test_tables_by_distance() -> None:
     mod = lambda s, b, h, q, kv: s + bias[h, (q - kv).clamp(0, 7)]
     table = "table[h, q - kv] = bias[h, min(max(q - kv, 0), 7)]"
     small, large = (explain(mod, q_len=n, heads=4).staging for n in (512, 2048))
-    assert f"once per distance, from 16777216 scores on:\n  {table}" in small
+    assert f"once per distance, in calls of 16777216 scores or more:\n  {table}" in small
     assert f"once per distance:\n  {table}" in large
     assert "once per distance" not in explain(alibi, q_len=2048, heads=4).staging

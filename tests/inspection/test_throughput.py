@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from attnkit import Variant, explain, masks, mods
 from attnkit.cli import main
 from attnkit.codegen.score_form import score_form
 from attnkit.emulator.timing.cycles import Product, tile
+from attnkit.emulator.timing.timeline import Timeline
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
+from attnkit.inspection import throughput
 from attnkit.inspection.forecast import GPUS, forecast_forward
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.schedule.kernel_table import kernels
@@ -25,6 +28,23 @@ from attnkit.tracing.guards import trace_cached
 from tests.sampling import sampled
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _each_timeline_once() -> Iterator[None]:
+    """Emulate each kernel at each size once: most tests look at those of the same few variants."""
+    known: dict[Any, Timeline] = {}
+    whole = throughput._Run.timeline
+
+    def timeline(run: throughput._Run, variant: Variant, *sizes: int, **more: int) -> Timeline:
+        key = (type(run), run, str(variant), sizes, *more.items())
+        if key not in known:
+            known[key] = whole(run, variant, *sizes, **more)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput._Run, "timeline", timeline)
+        yield
 
 
 @pytest.fixture(scope="module")

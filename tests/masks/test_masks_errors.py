@@ -86,7 +86,7 @@ REFUSED = [
     (lambda: masks.document_from_cu_seqlens(torch.tensor([0, 2, 3]), torch.tensor([0, 5, 3])), OptionError, "kv_cu_seqlens must not decrease, or documents would overlap; entry 2 is 3 after 5"),
     (lambda: masks.document_from_lengths(torch.tensor([3, -1])), OptionError, "lengths must be at least 0 everywhere, got -1"),
     (lambda: masks.document_from_lengths(two, total=5), OptionError, "lengths must sum to total = 5, got 4"),
-    (lambda: masks.document_from_lengths(two * 0), OptionError, "lengths must hold one document that is not empty"),
+    (lambda: masks.document_from_lengths(two * 0), OptionError, "lengths must hold a length above 0, got zeros only"),
     (lambda: masks.document_from_lengths(two, two[:1]), ShapeError, "lengths and kv_lengths must have the same shape, got (2,) and (1,)"),
     (lambda: masks.document_from_cu_seqlens(torch.tensor([1, 3])), OptionError, "cu_seqlens must begin with 0, got 1"),
     (lambda: masks.document_from_cu_seqlens(torch.tensor([0, 5, 3])), OptionError, "documents would overlap; entry 2 is 3 after 5"),

@@ -149,7 +149,7 @@ def test_results() -> None:
     assert only.lse is None
     assert not only.max_scores.requires_grad
     _, none = flex_attention(q, k, v, return_aux=AuxRequest())
-    assert none == (None, None)
+    assert not any(t is not None for t in none)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "eager"])

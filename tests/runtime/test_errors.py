@@ -67,7 +67,7 @@ CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
         lambda: call(sink=t(3)),
         ShapeError,
         "sink has shape (3,); expected (4,), one logit for each of the 4 query heads. A term that "
-        "also depends on the batch element or the row belongs into score_mod",
+        "also depends on the batch element or the row belongs in score_mod",
     ),
     "sink of one number": (
         lambda: call(sink=t(1)),

@@ -71,9 +71,9 @@ def test_against_flex_attention(mod: str, mask: str) -> None:
 
 def test_against_loops() -> None:
     q, k, v = (t.detach() for t in inputs(kv_heads=2))
-    found, lse, top = attention(
-        q, k, v, trace(MODS["alibi"], "score"), trace(MASKS["causal"], "mask")
-    )
+    traces = trace(MODS["alibi"], "score"), trace(MASKS["causal"], "mask")
+    found, lse, top, entropy = attention(q, k, v, *traces, need_entropy=True)
+    assert entropy is not None
     for b, h, i in ((0, 0, 0), (1, 3, 16), (0, 2, 7)):
         g = h // 2
         scores = [
@@ -85,17 +85,23 @@ def test_against_loops() -> None:
         torch.testing.assert_close(found[b, h, i], row)
         assert float(lse[b, h, i]) == pytest.approx(math.log(sum(weights)))
         assert float(top[b, h, i]) == pytest.approx(max(scores))
+        shares = [w / sum(weights) for w in weights]
+        nats = -sum(p * math.log(p) for p in shares)
+        assert float(entropy[b, h, i]) == pytest.approx(nats, abs=1e-12)
 
 
 def test_dead_rows_and_shared_kv() -> None:
     q, k, v = inputs()
     k1, v1 = k[:1].detach().requires_grad_(), v[:1].detach().requires_grad_()
     mask = trace(lambda b, h, q, kv: (q >= 5) & (kv < 3), "mask")
-    out, lse, top = attention(q, k1, v1, None, mask)
+    out, lse, top, entropy = attention(q, k1, v1, None, mask, need_entropy=True)
+    assert entropy is not None
     assert (out[:, :, :5] == 0).all()
     assert (lse[:, :, :5] == -math.inf).all()
     assert (top[:, :, :5] == -math.inf).all()
-    grads = torch.autograd.grad(out.sum() + lse[:, :, 5:].sum(), (q, k1, v1))
+    assert (entropy[:, :, :5] == 0).all()
+    loss = out.sum() + lse[:, :, 5:].sum() + entropy.sum()
+    grads = torch.autograd.grad(loss, (q, k1, v1))
     assert all(g.isfinite().all() for g in grads)
     assert (grads[0][:, :, :5] == 0).all()
     assert (grads[1][:, :, 3:] == 0).all()

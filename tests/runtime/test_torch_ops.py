@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnkit
 import attnkit.graph.ir
 from attnkit.runtime import torch_ops
+from attnkit.runtime.compile import op
 from attnkit.sparsity.block_mask import create_block_mask
-from attnkit.splice import Program
+from attnkit.splice import KernelCall, Program
 from attnkit.tracing.tracer import trace
 
 SLOPES = torch.rand(2, requires_grad=True)
@@ -28,7 +29,7 @@ def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def arguments(
-    dtype: torch.dtype = torch.float32, need_max: bool = True, transposed: bool = False
+    dtype: torch.dtype = torch.float32, needed: bool = True, transposed: bool = False
 ) -> tuple[Any, ...]:
     shape = (1, 70, 2, 8) if transposed else (1, 2, 70, 8)
     qkv = [torch.randn(shape).to(dtype) for _ in range(3)]
@@ -36,46 +37,46 @@ def arguments(
         qkv = [t.transpose(1, 2) for t in qkv]
     score, keep = trace(mod, "score"), trace(mask, "mask")
     runs, layout = torch_ops.unpack(create_block_mask(mask, None, None, 70, 70, BLOCK_SIZE=32).runs)
-    program = Program(score.root, keep.root).text
+    call = KernelCall("cpu", Program(score.root, keep.root), None, needed, needed)
     lists = list(score.tensors), list(keep.tensors), runs
-    return *(t.requires_grad_() for t in qkv), *lists, layout, program, "cpu", 0.3, need_max
+    request = torch_ops.request_of(call)
+    return *(t.requires_grad_() for t in qkv), *lists, layout, [], [], request, 0.3
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("need_max", [False, True])
+@pytest.mark.parametrize("needed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_opcheck_forward(dtype: torch.dtype, need_max: bool, transposed: bool) -> None:
+def test_opcheck_forward(dtype: torch.dtype, needed: bool, transposed: bool) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.attnkit.forward.default, arguments(dtype, need_max, transposed), test_utils=tests
+        torch.ops.attnkit.attention.default,
+        arguments(dtype, needed, transposed),
+        test_utils=tests,
     )
 
 
 def test_opcheck_with_aot_autograd() -> None:
-    torch.library.opcheck(torch.ops.attnkit.forward.default, arguments(torch.float64))
+    torch.library.opcheck(torch.ops.attnkit.attention.default, arguments(torch.float64))
 
 
 def test_opcheck_backward() -> None:
     query, key, value, *rest = arguments()
-    out, lse, _ = torch.ops.attnkit.forward(query, key, value, *rest)
-    saved = [t.detach() for t in (query, key, value, out, lse)]
-    scores, masks, runs, layout, program, template, scale, _ = rest
+    out, lse, _, entropy, digest = torch.ops.attnkit.attention(query, key, value, *rest)
+    saved = [t.detach() for t in (query, key, value, out, lse, entropy)]
+    scores, *others = rest
     detached = [t.detach() for t in scores]
+    grads = (torch.randn_like(t) for t in saved[3:])
     torch.library.opcheck(
-        torch.ops.attnkit.backward.default,
-        (
-            *(torch.randn_like(t) for t in saved[3:]),
-            *(*saved, detached, masks, runs, layout, program, template, scale, [True]),
-        ),
+        torch.ops.attnkit.attention_backward.default,
+        (*grads, *saved, digest, detached, *others, [True]),
     )
 
 
 def test_schema_is_stable() -> None:
-    schemas = [
-        str(op.default._schema) for op in (torch.ops.attnkit.forward, torch.ops.attnkit.backward)
-    ]
-    assert schemas[0] == "attnkit::forward" + torch_ops.FORWARD
-    assert schemas[1] == "attnkit::backward" + torch_ops.BACKWARD
+    operators = torch.ops.attnkit.attention, torch.ops.attnkit.attention_backward
+    schemas = [str(operator.default._schema) for operator in operators]
+    assert schemas[0] == "attnkit::attention" + op.ATTENTION
+    assert schemas[1] == "attnkit::attention_backward" + op.ATTENTION_BACKWARD
 
 
 def test_runs_survive_the_operator() -> None:
@@ -102,7 +103,9 @@ def test_program_text_reads_back() -> None:
 def test_fake_tensors_need_no_data() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         query = torch.empty(1, 2, 70, 8, device="meta")
-        out, lse, top = torch.ops.attnkit.forward(query, query, query, *arguments()[3:])
+        results = torch.ops.attnkit.attention(query, query, query, *arguments()[3:])
+    out, lse, top, entropy, _ = results
     assert out.shape == (1, 2, 70, 8)
     assert out.device.type == "meta"
-    assert lse.dtype == top.dtype == torch.float32
+    assert lse.dtype == top.dtype == entropy.dtype == torch.float32
+    assert lse.shape == entropy.shape

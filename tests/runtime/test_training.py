@@ -100,6 +100,26 @@ def test_checkpointing(backend: str, reentrant: bool) -> None:
     assert same(*found)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_checkpointing_of_a_mask_that_the_function_makes(changed: bool) -> None:
+    """The recomputation makes the table again; it is compared with the one that was freed."""
+    made, divisor = inputs(torch.float32), [15]
+
+    def call(*qkv: Tensor) -> Tensor:
+        mask = masks.causal() & masks.document(torch.arange(70) // divisor[0])
+        out: Tensor = flex_attention(*qkv, block_mask=mask, backend="cpu")
+        return out
+
+    expected = torch.autograd.grad(call(*made).sum(), made)
+    out = checkpoint(call, *made, use_reentrant=False)
+    divisor[0] += changed
+    if changed:
+        with pytest.raises(attnkit.StaleDataError, match="between a forward and its backward"):
+            torch.autograd.grad(out.sum(), made)
+    else:
+        assert same(torch.autograd.grad(out.sum(), made), expected)
+
+
 def test_gradients_accumulate(backend: str) -> None:
     call, made = attention(backend), inputs()
     grad = torch.randn(1, 2, 70, 64).to(BF16)

@@ -156,7 +156,8 @@ def test_every_kernel_fits_shared_memory(head_dim: int, value_dim: int) -> None:
     from attnkit.templates.sm90 import config
 
     for kernel in kernels(head_dim, value_dim):
-        fields = sm90.config_of(score_form(None), kernel, "bfloat16", (head_dim, value_dim), False)
+        dims = head_dim, value_dim
+        fields = sm90.config_of(score_form(None), kernel, "bfloat16", dims, False, False)
         settings = config.ForwardConfig(**fields)
         assert settings.smem_bytes <= config.SMEM_BYTES
         assert (settings.block_q, settings.block_kv) == kernel.block
@@ -172,7 +173,7 @@ def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int)
 
     for kernel in kernels(head_dim, value_dim, template="sm100"):
         dims, form = (head_dim, value_dim), score_form(None)
-        fields = sm100.config_of(form, kernel, "bfloat16", dims, False, "sm_100a")
+        fields = sm100.config_of(form, kernel, "bfloat16", dims, False, False, "sm_100a")
         settings = config.ForwardConfig(**fields)  # or it says what does not fit
         assert (settings.block_q, settings.block_kv) == kernel.block
         assert settings.head_dim >= head_dim

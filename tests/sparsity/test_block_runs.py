@@ -220,7 +220,7 @@ def test_a_block_both_partial_and_full_is_refused() -> None:
 
 
 def test_lists_of_the_wrong_length_are_refused() -> None:
-    assert "must be [batch, heads, 2, 2], got (1, 1, 3, 2)" in broken(
+    assert "lists 3 rows of blocks, but 32 queries in blocks of 16 are 2 rows" in broken(
         [1, 1, 1], [[0, 1], [0, 1], [0, 1]]
     )
 

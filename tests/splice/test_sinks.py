@@ -128,6 +128,15 @@ def test_sinks_far_from_the_scores(backend: str) -> None:
         torch.testing.assert_close(found[1][0, :, :200], expected, equal_nan=True)
 
 
+def test_softmax1_is_a_sink_of_zero() -> None:
+    *qkv, _ = draw(0)
+    options = {"enable_gqa": True, "return_lse": True, "backend": "emulate"}
+    expected = attend([*qkv, torch.zeros(2)], backend="emulate")
+    for _ in range(3):
+        found = flex_attention(*qkv, None, late, normalization="softmax1", **options)
+        assert all(map(torch.equal, found, expected))
+
+
 def test_rows_that_are_split_along_kv_have_one_sink() -> None:
     """The combine kernel adds the sink, and not the parts; relaunched calls pass the new sink."""
     for step in range(3):

@@ -142,7 +142,7 @@ def test_strided_views_of_one_tensor() -> None:
     query, key, value = (packed[:, :, i].transpose(1, 2) for i in range(3))
     check(Case(query.double(), key.double(), value.double(), mask=causal, block=(16, 16)))
     hooks = LambdaHooks()
-    out, lse, _ = cpu.forward(query, key, value, None, hooks, 0.5)
+    out, lse, _, _ = cpu.forward(query, key, value, None, hooks, 0.5)
     dense = [t.contiguous() for t in (query, key, value)]
     want = cpu.forward(*dense, None, hooks, 0.5)
     torch.testing.assert_close((out, lse), want[:2])

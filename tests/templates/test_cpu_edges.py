@@ -84,11 +84,14 @@ def test_what_the_mask_hides_does_not_leak(bad: float, score: Score | None) -> N
     states = states_of(mask(*positions(*shape)).expand(shape), (32, 32))
     runs = BlockRuns.from_states(states, 64, 64, (32, 32))
     hooks = LambdaHooks(mask, score)
-    clean = cpu.forward(query, key, value, runs, hooks, 0.25, need_max=True)
+    needed = {"need_max": True, "need_entropy": True}
+    clean = cpu.forward(query, key, value, runs, hooks, 0.25, **needed)
     grads = cpu.backward(value, None, query, key, value, *clean[:2], runs, hooks, 0.25)
     key[:, :, 13], key[:, :, 60:] = bad, bad
-    dirty = cpu.forward(query, key, value, runs, hooks, 0.25, need_max=True)
+    dirty = cpu.forward(query, key, value, runs, hooks, 0.25, **needed)
     for found, want in zip(dirty, clean, strict=True):
+        assert found is not None
+        assert want is not None
         assert torch.equal(found, want)
     if score is None:  # dq multiplies a weight of 0 with the key itself
         _, dk, dv = cpu.backward(value, None, query, key, value, *dirty[:2], runs, hooks, 0.25)
@@ -108,12 +111,14 @@ def test_nan_reaches_its_row_and_no_other(chunked: bool, monkeypatch: pytest.Mon
         def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return torch.where((q == wrong[0]) & (kv == wrong[1]), math.nan, s)  # noqa: B023
 
-        out, lse, top = cpu.forward(
-            query, key, value, None, LambdaHooks(score=score), 0.25, need_max=True
+        own = LambdaHooks(score=score)
+        out, lse, top, entropy = cpu.forward(
+            query, key, value, None, own, 0.25, need_max=True, need_entropy=True
         )
         assert top is not None
+        assert entropy is not None
         rows = torch.arange(64) == wrong[0]
-        for result in (out.isnan().all(-1), lse.isnan(), top.isnan()):
+        for result in (out.isnan().all(-1), lse.isnan(), top.isnan(), entropy.isnan()):
             assert torch.equal(result, rows.expand(1, 2, 64))
         assert not out[:, :, ~rows].isnan().any()
 
@@ -121,7 +126,7 @@ def test_nan_reaches_its_row_and_no_other(chunked: bool, monkeypatch: pytest.Mon
 def test_infinite_score_has_infinite_lse() -> None:
     query, key, value = (t.float() for t in random_inputs(q_len=8).values())
     score = lambda s, b, h, q, kv: torch.where((q == 2) & (kv == 3), math.inf, s)
-    out, lse, _ = cpu.forward(query, key, value, None, LambdaHooks(score=score), 0.25)
+    out, lse, _, _ = cpu.forward(query, key, value, None, LambdaHooks(score=score), 0.25)
     assert (lse[:, :, 2] == math.inf).all()
     assert out[:, :, 2].isnan().all()
     assert lse[:, :, 3:].isfinite().all()
@@ -139,7 +144,7 @@ def test_rows_without_keys_ignore_the_gradient_of_their_lse() -> None:
     query, key, value = (t.float() for t in random_inputs(q_len=40).values())
     runs = BlockRuns.from_states(torch.zeros(1, 1, 2, 1, dtype=torch.int8) + 1, 40, 40, (20, 40))
     hooks = LambdaHooks(lambda b, h, q, kv: (q >= kv) & (q % 2 == 0))
-    out, lse, _ = cpu.forward(query, key, value, runs, hooks, 1.0)
+    out, lse, _, _ = cpu.forward(query, key, value, runs, hooks, 1.0)
     grad_lse = torch.full_like(lse, math.nan)
     grad_lse[:, :, ::2] = 1
     grads = cpu.backward(out, grad_lse, query, key, value, out, lse, runs, hooks, 1.0)
@@ -204,7 +209,7 @@ def test_memory_is_bounded(dtype: torch.dtype) -> None:
     states = torch.full((1, 1, 4, size // 128), PARTIAL, dtype=torch.int8)
     for runs in (None, BlockRuns.from_states(states, 512, size, (128, 128))):
         with Largest() as largest:
-            out, lse, _ = cpu.forward(query, key, key, runs, hooks, 1.0)
+            out, lse, _, _ = cpu.forward(query, key, key, runs, hooks, 1.0)
             cpu.backward(out, None, query, key, key, out, lse, runs, hooks, 1.0)
         assert largest.elements <= 1 << 22 < 512 * size
 

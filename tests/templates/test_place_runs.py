@@ -42,8 +42,9 @@ def checked(name: str, backend: str, mode: str = "eager", mask: Any = CAUSAL, **
     check(draw(LENGTH, **sizes), mod, mask, [torch.rand(shape)], mode, backend=backend)
 
 
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", [name for name in MODS if name != "documents"])
 def test_gradients(name: str) -> None:
+    """Gradients are exact, as are those of documents in the tests below."""
     checked(name, HOPPER)
 
 

@@ -47,7 +47,7 @@ def written(lse: Tensor, delta: Tensor) -> list[Tensor]:
     zeros = torch.zeros(1, 1, ROWS, DEPTH, dtype=torch.bfloat16)
     rows = [torch.full((4 * ROWS,), torch.nan) for _ in range(2)]
     given = (zeros, zeros, lse.view(1, 1, -1), delta.view(1, 1, -1), *rows)
-    emulator.run(prepare(), *given, torch.zeros(ROWS * DEPTH), [], [], [])
+    emulator.run(prepare(), *given, torch.zeros(ROWS * DEPTH), [], [], [], [])
     return [t.view(torch.bfloat16).view(ROWS, 8) for t in rows]
 
 

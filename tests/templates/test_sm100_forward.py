@@ -20,6 +20,7 @@ from attnkit import emulator, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.templates.sm100.config import ForwardConfig
+from tests.sampling import crossed
 from tests.templates import sm100_kit as kit
 from tests.templates.test_sm90_forward import (
     MASKS,
@@ -52,7 +53,7 @@ def check(
     assert case.stack == 0
     report: Any
     if mode == "check":
-        report = emulator.check(case.exe, *case.marked(), seeds=2)
+        report = emulator.check(case.exe, *case.marked(), seeds=1)
     else:
         report = emulator.run(case.exe, *case.marked(), mode=mode, raises=False)
     assert report.ok, str(report)
@@ -91,7 +92,7 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     """Variants are exact with several tiles per CTA, laps of all rings, ragged ends and GQA."""
     batch = (2, 2) if mask == "by head and batch" else (1, 1)
     qkv = draw(300, 310, dims=dims, dtype=dtype, batch=batch)
-    if score is None and mask in (None, "causal"):
+    if score is None and mask in (None, "causal") and max(dims) <= 128:
         qkv = draw(600, 640, dims=dims, dtype=dtype)
     mod = MODS[score]() if score else None
     chosen = masks.causal() if mask == "causal" else MASKS[mask]() if mask else None
@@ -145,14 +146,16 @@ def test_row_terms_that_are_not_finite() -> None:
     assert bool(result.out[:, :, [2, 72, 150]].isfinite().all())
 
 
-@pytest.mark.parametrize("score", ["plain", "alibi"])
-@pytest.mark.parametrize(("step", "rising"), [(2.0, True), (16.0, True), (16.0, False)])
-def test_maxima_that_move_from_block_to_block(step: float, rising: bool, score: str) -> None:
+@pytest.mark.parametrize(
+    ("stair", "score"), crossed([(2.0, True), (16.0, True), (16.0, False)], ["plain", "alibi"])
+)
+def test_maxima_that_move_from_block_to_block(stair: tuple[float, bool], score: str) -> None:
     """Results are exact for row maxima that move from block to block.
 
     If a maximum grew little, P absorbs the difference; otherwise O is rescaled.
     """
     mod = mods.alibi(2) if score == "alibi" else None
+    step, rising = stair
     check(stairs(step, (64, 64), 3, rising), mod, scale=1.0, mode="adversarial")
 
 

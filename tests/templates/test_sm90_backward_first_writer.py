@@ -21,6 +21,7 @@ from attnkit.schedule.targets import ORDERED
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
 from attnkit.splice.backward_work import BackwardWork
+from tests.sampling import crossed
 from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
@@ -46,8 +47,11 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
     return observed(monkeypatch, 4)
 
 
-@pytest.mark.parametrize("mask", [WINDOW, BOTH_SIDES, DOCUMENTS], ids=str)
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64)])
+@pytest.mark.parametrize(
+    ("mask", "dims"),
+    crossed([WINDOW, BOTH_SIDES, DOCUMENTS], [(128, 128), (64, 64)]),
+    ids=str,
+)
 def test_bands(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
     check(draw(700, dims=dims, heads=(2, 2)), mask=mask, mode="adversarial", seeds=2)
     assert works[-1].flags
@@ -55,13 +59,13 @@ def test_bands(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("mod", [None, SLOPED])
 def test_in_all_orders(works: list[BackwardWork], mod: Any) -> None:
-    check(draw(430, heads=(1, 1), dtype=FP16), mod, mask=CAUSAL, mode="check", seeds=2)
+    check(draw(430, heads=(1, 1), dtype=FP16), mod, mask=CAUSAL, mode="check")
     assert works[-1].flags
 
 
 @pytest.mark.parametrize("dims", [(64, 128), (40, 72)])
 def test_shared_heads_and_ragged_ends(works: list[BackwardWork], dims: tuple[int, int]) -> None:
-    check(draw(333, 333, dims=dims, heads=(4, 2), batch=(2, 1)), mask=WINDOW, mode="adversarial")
+    check(draw(333, 333, dims=dims, heads=(2, 1), batch=(2, 1)), mask=WINDOW, mode="adversarial")
     assert works[-1].flags
     assert works[-1].units[1]
 
@@ -85,8 +89,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_turn")
-@pytest.mark.parametrize("mask", [WINDOW, None], ids=str)
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64)])
+@pytest.mark.parametrize(("mask", "dims"), crossed([WINDOW, None], [(128, 128), (64, 64)]), ids=str)
 def test_in_a_fixed_order(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
     """In a fixed order the kv block with the first turn stores, and no chunk needs a flag."""
     check(draw(430, dims=dims, heads=(2, 1)), mask=mask, mode="adversarial", seeds=2)

@@ -18,6 +18,7 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.splice import backward_call, sm90_backward
 from attnkit.splice.backward_work import BackwardWork
 from attnkit.templates.common.work_tile import WorkItem
+from tests.sampling import crossed
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -44,11 +45,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
     return observed(monkeypatch, 6)
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL], ids=str)
-@pytest.mark.parametrize(("dims", "dtype"), [((64, 64), BF16), ((128, 128), FP16)])
+@pytest.mark.parametrize(
+    ("mask", "kind"), crossed([None, CAUSAL], [((64, 64), BF16), ((128, 128), FP16)]), ids=str
+)
 def test_parts_are_joined_in_any_order(
-    works: list[BackwardWork], mask: Any, dims: tuple[int, int], dtype: torch.dtype
+    works: list[BackwardWork], mask: Any, kind: tuple[tuple[int, int], torch.dtype]
 ) -> None:
+    dims, dtype = kind
     check(draw(330, dims=dims, heads=(1, 1), dtype=dtype), mask=mask, mode="check")
     assert (works[-1].work_tiles[:, WorkItem.NUM_PARTS] > 1).any()
 

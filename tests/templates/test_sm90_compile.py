@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import flex_attention, masks, mods
+from attnkit import AuxRequest, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
@@ -60,13 +60,14 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
-def source(name: str, head_dim: int, value_dim: int) -> compiled.Source:
-    """Return the source of the forward kernel of variant `name`."""
+def source(name: str, head_dim: int, value_dim: int, entropy: bool = False) -> compiled.Source:
+    """Return the source of the forward kernel of variant `name`, with or without entropies."""
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
     with emulation.session(execute=False), compiled.requested_sources() as sources:
-        flex_attention(query, key, value, score, mask, backend="emulate")
+        aux = AuxRequest(entropy=True) if entropy else None
+        flex_attention(query, key, value, score, mask, backend="emulate", return_aux=aux)
     (result,) = sources
     return result
 
@@ -86,6 +87,15 @@ def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_di
     assert compiled_kernel.artifact.arch == "sm_90a"
     assert compiled_kernel.artifact.problems == ()
     assert [s.stack for s in compiled_kernel.stats] == [0]
+
+
+@pytest.mark.assembled
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("plain", 64), ("alibi", 128), ("blocks", 128), ("plain", 256)]
+)
+def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
+    compiled_kernel = compiled.kernel(source(name, head_dim, head_dim, entropy=True))
+    assert compiled_kernel.artifact.problems == ()
 
 
 def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,8 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
 
     def seed(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Any, query: Any, key: Any, value: Any, runs: Any, *a: Any, **k: Any) -> Any:
-            return change(query, key, value, runs, *real(query, key, value, runs, *a, **k))
+            *found, entropy = real(query, key, value, runs, *a, **k)
+            return *change(query, key, value, runs, *found), entropy
 
         _around(monkeypatch, cpu, "forward", wrong)
 
@@ -188,17 +189,17 @@ def _forward(change: Callable[..., tuple[Tensor, Tensor, Any]]) -> Callable[...,
 
 
 def _no_lse_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any) -> Any:
-        return real(grad_out, None, *args)
+    def wrong(real: Any, grad_out: Tensor, grad_lse: Any, *args: Any, **options: Any) -> Any:
+        return real(grad_out, None, *args, **options)
 
     _around(monkeypatch, cpu, "backward", wrong)
 
 
 def _shared_key_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(
-        real: Any, grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, *a: Any
+        real: Any, grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, *a: Any, **k: Any
     ) -> Any:
-        dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a)
+        dquery, dkey, dvalue = real(grad_out, grad_lse, query, key, *a, **k)
         return dquery, dkey / 2 if key.shape[0] < query.shape[0] else dkey, dvalue
 
     _around(monkeypatch, cpu, "backward", wrong)
@@ -268,10 +269,12 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
-def found(score_mod: Any, mask: Any, **options: Any) -> Report:
-    """Run a check that must fail; return its report."""
-    with pytest.raises(CheckError) as caught:
-        check_variant(score_mod, mask, **options)
+def found(score_mod: Any, mask: Any, *, seconds: float = 0.5, **options: Any) -> Report:
+    """Run a check that must fail, and make its case smaller for `seconds`; return its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "SHRINK_SECONDS", seconds)
+        with pytest.raises(CheckError) as caught:
+            check_variant(score_mod, mask, **options)
     assert str(caught.value) == str(caught.value.report)
     return caught.value.report
 
@@ -285,7 +288,6 @@ def window(name: str) -> Any:
 def test_finds_and_names_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, quantity = FAULTS[name]
     fault(monkeypatch)
-    monkeypatch.setattr(check, "SHRINK_SECONDS", 1.0)
     report = found(alibi, window(name) & (lambda b, h, q, kv: q != 4), examples=40)
     assert not report.ok
     assert report.failed is not None
@@ -297,7 +299,7 @@ def test_finds_and_names_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_fault_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS["gradient of a shared key"][0](monkeypatch)
-    case = found(alibi, masks.causal(), examples=40).failed
+    case = found(alibi, masks.causal(), seconds=600.0, examples=40).failed
     assert case is not None
     assert (case.batch, case.kv_batch) == (2, 1)
     assert (case.q_len, case.kv_len, case.dtype) == (1, 1, torch.float32)
@@ -488,8 +490,7 @@ def test_a_reference_that_agrees() -> None:
     assert compared == {"out", "dquery", "dkey", "dvalue", "dSLOPES"}
 
 
-def test_a_reference_that_means_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SHRINK_SECONDS", 1.0)
+def test_a_reference_that_means_something_else() -> None:
     report = found(alibi, masks.sliding_window(3, 0), reference=dense_alibi, examples=20)
     assert {row.backend for row in report.failures} == {"reference"}
     assert "reference=dense_alibi" in report.code

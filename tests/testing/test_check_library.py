@@ -10,7 +10,7 @@ from attnkit import masks, mods
 from attnkit.testing import check_variant
 
 LENGTH = 48
-CALLS = 5  # per variant; `attnkit check masks:name` draws more
+CALLS = 3  # per variant; `attnkit check masks:name` draws more
 
 MASKS = masks.examples(LENGTH)
 MODS = mods.examples(LENGTH, requires_grad=True)
@@ -33,7 +33,8 @@ def test_mod(name: str) -> None:
     example = MODS[name]
     report = check_variant(example.mod, examples=CALLS)
     assert report.ok
-    captured = {row.quantity for row in report.rows if row.backend == "cpu"}
+    found = {row.quantity for row in report.rows if row.backend == "cpu"}
+    captured = {q for q in found if not q.startswith("dsink")}  # some calls are drawn with sinks
     # besides out, lse, max_scores and, twice, dquery, dkey, dvalue; and the fully masked rows
     assert len(captured) - 10 == 2 * len(example.learned)
 

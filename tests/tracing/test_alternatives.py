@@ -24,12 +24,55 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 # function of (score, q) -> what the message says to do
 WAYS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "embedding": (lambda s, q: F.embedding(q, TABLE), "index the table: weight[i]"),
-    "index_select": (lambda s, q: torch.index_select(TABLE, 0, q), "index the table"),
-    "gather": (lambda s, q: torch.gather(TABLE, 0, q), "index the table"),
-    "linear": (lambda s, q: F.linear(s, TABLE), "compute the product outside"),
+    "embedding_bag": (lambda s, q: F.embedding_bag(q, TABLE), "index the table: weight[i]"),
+    "padding_idx": (
+        lambda s, q: torch.embedding(TABLE, q, 4)[0],
+        "padding_idx=4 is not among the 4 rows",
+    ),
+    "max_norm": (lambda s, q: F.embedding(q, TABLE, max_norm=1.0)[0], "normalize it outside"),
+    "sparse": (lambda s, q: F.embedding(q, TABLE, sparse=True)[0], "use sparse=False"),
+    "scale_grad_by_freq": (
+        lambda s, q: F.embedding(q, TABLE, scale_grad_by_freq=True)[0],
+        "use scale_grad_by_freq=False",
+    ),
+    "embedding of floats": (
+        lambda s, q: F.embedding(s, TABLE)[0],
+        "expected a tensor of integer indices, got torch.float32",
+    ),
+    "embedding without rows": (
+        lambda s, q: F.embedding(q, TABLE[0]),
+        "expected a weight of shape [n, features], got shape (8,)",
+    ),
+    "gather": (
+        lambda s, q: torch.gather(TABLE, 0, q)[0],
+        "expected the same number of dimensions",
+    ),
+    "gather beyond": (
+        lambda s, q: torch.gather(TABLE[:2] + s, 0, torch.zeros(1, 9).long())[0],
+        "expected no more than its size in every dimension except 0",
+    ),
+    "take_along_dim": (
+        lambda s, q: torch.take_along_dim(TABLE, q, 0)[0],
+        "expected the same number of dimensions",
+    ),
+    "index_select by a matrix": (
+        lambda s, q: torch.index_select(TABLE, 0, q.view(1, 1)),
+        "expected indices of shape [n], got shape (1, 1)",
+    ),
+    "linear": (lambda s, q: F.linear(s, TABLE), "torch.stack makes a row of numbers"),
+    "linear of ints": (
+        lambda s, q: F.linear(torch.stack([q] * 8), TABLE)[0],
+        "convert with .float()",
+    ),
+    "long linear": (
+        lambda s, q: F.linear(torch.zeros(4, 999)[q], torch.zeros(3, 999))[0],
+        "at most 128 are unrolled. Compute the product outside",
+    ),
+    "bmm": (lambda s, q: torch.bmm(TABLE, s), "compute the product outside"),
+    "matmul of a number": (lambda s, q: TABLE @ s, "compute the product outside"),
     "einsum": (lambda s, q: torch.einsum("i,->i", TABLE[0], s), "compute the product outside"),
     "mm": (lambda s, q: torch.mm(TABLE, s), "compute the product outside"),
+    "mm of bools": (lambda s, q: ((TABLE > s) @ (TABLE > 0).T)[0, 0], "convert them with .float()"),
     "cumsum": (lambda s, q: torch.cumsum(s, 0), "sees one number and no row"),
     "aten cumsum": (lambda s, q: torch.ops.aten.cumsum.default(s, 0), "one number and no row"),
     "softmax": (lambda s, q: s.softmax(-1), "sees one number and no row"),
@@ -40,7 +83,10 @@ WAYS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "rand": (lambda s, q: s + torch.rand(()), "draw the numbers outside of the function"),
     "rand_like": (lambda s, q: torch.rand_like(s), "draw the numbers outside of the function"),
     "cat": (lambda s, q: torch.cat([s, s]), "index captured tensors instead"),
-    "custom operator": (lambda s, q: scaled(s), "write it with elementwise torch functions"),
+    "custom operator": (
+        lambda s, q: scaled(s),
+        "register a decomposition, which is a Python kernel for CompositeImplicitAutograd; or write",
+    ),
     "operator by name": (
         lambda s, q: torch.ops.attnkit_tests.scaled(s),
         "write it with elementwise torch functions",

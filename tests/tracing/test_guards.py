@@ -388,18 +388,3 @@ def test_no_tensor_is_kept_alive() -> None:
     trace_cached((lambda t: lambda b, h, q, kv: t[q] >= kv)(table), "mask", CPU)
     del table
     assert alive() is None
-
-
-def test_custom_autograd_function_is_named() -> None:
-    class Straight(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return torch.floor(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            return grad
-
-    straight = Straight.apply
-    with pytest.warns(UserWarning, match="Straight is a torch.autograd.Function"):
-        assert text(lambda s, b, h, q, kv: straight(s), "score") == "floor(score)"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.data import DataLoader, Dataset
 
 import attnkit
@@ -186,6 +187,10 @@ UNNAMED = {
     "block_mask": lambda: create_block_mask(closure(3), None, None, 8, 8),
     "variant": lambda: Variant(None, closure(3)),
     "shift": lambda: Mask(closure(3)).shift(q=1),
+    "per_head": lambda: attnkit.per_head([causal(), closure(3)]),
+    "argument": lambda: nearest(3, also=closure(3)),
+    "option": lambda: document_from_lengths(torch.tensor([8]), within=closure(3)),
+    "compose": lambda: mods.compose(alibi(2), lambda s, b, h, q, kv: s),
 }
 
 
@@ -217,6 +222,68 @@ def test_functions_of_the_user() -> None:
         attnkit.picklable(dict)
 
 
+class Kept:
+    """Holds what picklable may decorate, and what it may not."""
+
+    @attnkit.picklable
+    def nearest(self, n: int) -> Mask:
+        return Mask(closure(n))
+
+    @staticmethod
+    @attnkit.picklable
+    def nearest_of_none(n: int) -> Mask:
+        return Mask(closure(n))
+
+    @classmethod
+    def every_second(cls, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return kv % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Kept().nearest(3),
+        lambda: Kept.nearest_of_none(3),
+        lambda: Mask(Kept.every_second),
+        lambda: Mask(Kept().every_second),
+        lambda: nearest(3, also=functools.partial(every_second)),
+    ],
+)
+def test_methods_can_be_pickled(make: Callable[[], Mask]) -> None:
+    mask = make()
+    assert torch.equal(*(create_mask(m, None, None, 9, 9) for m in (pickled(mask), mask)))
+
+
+def test_objects_of_local_classes_are_refused() -> None:
+    class Local:
+        def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return q >= kv
+
+    for mask in (Mask(Local()), attnkit.per_head([Local()]), Mask(Local().__call__)):
+        with pytest.raises(PicklingError, match=r"class test_objects_.*Local cannot be pickled"):
+            pickle.dumps(mask)
+
+
+class Holder:
+    """A mask_mod that reads another one, and refers to itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.parts = inner, [self]
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.inner(b, h, q, kv)
+
+
+def test_attributes_of_an_object_are_checked() -> None:
+    mask = Mask(Holder(causal()))
+    assert torch.equal(*(create_mask(m, None, None, 9, 9) for m in (pickled(mask), mask)))
+    with pytest.raises(PicklingError, match="<lambda>"):
+        pickle.dumps(Mask(Holder(closure(3))))
+    theirs = torch_flex.create_block_mask(closure(3), None, None, 8, 8, "cpu")
+    with pytest.raises(PicklingError, match="<lambda>"):
+        pickle.dumps(Variant(None, theirs))
+
+
 def test_picklers_that_store_code_store_functions_without_a_name() -> None:
     scope: dict[str, Any] = {"__name__": "cloudpickle.cloudpickle"}
     exec("def reduce(mask):\n    return mask.__reduce__()", scope)
@@ -244,7 +311,7 @@ def unnamed(at: int) -> Any:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_a_data_loader(context: str) -> None:
-    """A worker that could not pickle its mask left the loader waiting for ever."""
+    """A worker that could not pickle its mask left the loader waiting forever."""
     loader = DataLoader(Batches(packed), None, num_workers=1, multiprocessing_context=context)
     for at, mask in enumerate(loader):
         assert torch.equal(*(create_mask(m, None, None, 8, 8) for m in (mask, packed(at))))
@@ -254,7 +321,11 @@ def unnamed_blocks(at: int) -> Any:
     return create_block_mask(closure(at + 1), None, None, 8, 8)
 
 
-@pytest.mark.parametrize("make", [unnamed, unnamed_blocks])
+def unnamed_argument(at: int) -> Any:
+    return attnkit.per_head([closure(at + 1), causal()])
+
+
+@pytest.mark.parametrize("make", [unnamed, unnamed_blocks, unnamed_argument])
 def test_workers_that_cannot_pickle_raise(make: Callable[[int], Any]) -> None:
     loader = DataLoader(Batches(make), None, num_workers=1, timeout=60)
     with pytest.raises(PicklingError, match="<lambda>"):

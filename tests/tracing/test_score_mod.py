@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 import attnkit
 import attnkit.tracing.guards
 from attnkit import ArgumentError, ScoreMod, flex_attention
+from attnkit.graph import ir
+from attnkit.graph.adjoint import adjoint
+from attnkit.tracing.tracer import trace
 
 N = 6
 
@@ -89,7 +92,7 @@ def test_repeated_calls_trace_once(monkeypatch):
     assert len(traced) == 1
 
 
-def test_warns_of_a_backward_of_its_own():
+def test_a_backward_of_its_own():
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -99,8 +102,8 @@ def test_warns_of_a_backward_of_its_own():
         def backward(ctx, grad):
             return grad
 
-    with pytest.warns(UserWarning, match="its own backward is not used"):
-        attend(ScoreMod(lambda s, b, h, q, kv: Double.apply(s)))
+    root = trace(ScoreMod(lambda s, b, h, q, kv: Double.apply(s)), "score").root
+    assert adjoint(root).dscore is ir.arg("grad")
 
 
 @pytest.mark.parametrize("by", [1.5, True, torch.ones(2), torch.ones(1, 1).int(), "1"])

@@ -28,19 +28,41 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
         name: getattr(torch, name)
         for name in (
             "exp exp2 expm1 tanh sigmoid sin cos erf ceil trunc abs neg square reciprocal sign "
-            "relu round frac sinh cosh tan log log2 log1p log10 sqrt rsqrt"
+            "relu round frac sinh cosh tan atan asin acos erfinv atanh sgn log log2 log1p log10 sqrt rsqrt"
         ).split()
     },
     **{
         name: getattr(F, name)
         for name in (
-            "gelu silu softplus elu leaky_relu logsigmoid mish relu6 hardtanh softsign".split()
+            "gelu silu softplus elu leaky_relu logsigmoid mish relu6 hardtanh softsign selu "
+            "softshrink hardshrink tanhshrink".split()
         )
     },
     "gelu tanh": lambda s: F.gelu(s, approximate="tanh"),
     "elu, alpha": lambda s: F.elu(s, alpha=0.5),
     "softplus, beta": lambda s: F.softplus(s, beta=2, threshold=5),
     "hardtanh, bounds": lambda s: F.hardtanh(s, -2, 0.5),
+    "atan2": lambda s: torch.atan2(s, torch.ones_like(s)),
+    "atan2 of x": lambda s: torch.atan2(torch.full_like(s, -2.0), s),
+    "atan2 behind": lambda s: torch.atan2(s, torch.full_like(s, -0.5)),
+    "hypot": lambda s: torch.hypot(s, torch.full_like(s, 0.5)),
+    "hypot of large numbers": lambda s: torch.hypot(s * 1e30, torch.full_like(s, 1e30)) / 1e30,
+    "hypot of small numbers": lambda s: torch.hypot(s * 1e-30, torch.full_like(s, 1e-30)) * 1e30,
+    "hypot with NaN": lambda s: torch.hypot(s, torch.full_like(s, math.nan)),
+    "nan_to_num": lambda s: torch.nan_to_num(s.log(), nan=3.0, neginf=-2.0, posinf=7.0),
+    "addcmul": lambda s: torch.addcmul(s, s, torch.sin(s), value=0.7),
+    "addcdiv": lambda s: torch.addcdiv(s, torch.sin(s), s.abs() + 1, value=-0.7),
+    "deg2rad": lambda s: torch.deg2rad(s) + torch.rad2deg(s),
+    "softshrink, bound": lambda s: F.softshrink(s, 1.5),
+    "hardshrink, bound": lambda s: F.hardshrink(s, 1.0),
+    "threshold": lambda s: F.threshold(s, 0.5, -3.0),
+    "logaddexp2": lambda s: torch.logaddexp2(s, torch.ones_like(s)),
+    "fmax": lambda s: torch.fmax(s, torch.ones_like(s)),
+    "fmin": lambda s: torch.fmin(torch.ones_like(s), s),
+    "fmax of NaN": lambda s: (
+        torch.fmax(torch.full_like(s, math.nan), s)
+        + torch.fmin(s, torch.full_like(s, math.nan)) ** 2
+    ),
     "power 1/2": lambda s: s**0.5,
     "power -1/2": lambda s: s**-0.5,
     "power 2": lambda s: s**2,

@@ -100,7 +100,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
         ("cumsum is not supported",),
     ),
     "unknown attribute": (lambda s, b, h, q, kv: s.rows, "score", ("no attribute 'rows'",)),
-    "detach": (lambda s, b, h, q, kv: s.detach(), "score", ("detach()",)),
     "too many indices": (
         lambda s, b, h, q, kv: s + TABLE[h, q, kv],
         "score",

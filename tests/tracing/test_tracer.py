@@ -36,6 +36,9 @@ SIGNED = torch.tensor([0, 3, 100, -128, -70, 127, 17, -40, 1], dtype=torch.int8)
 SHORTS = torch.linspace(-32768, 32767, 9).to(torch.int16)
 GRID = torch.linspace(-2.0, 2.0, 9)
 SHIFT = torch.tensor(2)
+PLANE = torch.linspace(-2.0, 3.0, 24).view(6, 4)
+HALF = torch.linspace(-1.0, 1.0, 36).view(9, 4).cos().to(torch.bfloat16)
+HALF3 = HALF[:, 1:].clone()
 
 
 def positions() -> dict[str, Tensor]:
@@ -172,7 +175,58 @@ MASKS: dict[str, Callable[..., Any]] = {
         torch.searchsorted(EDGES, q, side="right") % 2 == torch.searchsorted(EDGES, kv)
     ),
     "rounded": lambda b, h, q, kv: torch.round(q / 2) >= torch.round((kv - 5) / 2),
+    "angles": lambda b, h, q, kv: (
+        (torch.atan2(q - 3, kv - 4) > 0.7) ^ (torch.acos((q - kv) / 10) < torch.hypot(q / 3, h / 2))
+    ),
+    "fmin and fmax of ints": lambda b, h, q, kv: torch.fmax(q, kv) - torch.fmin(q, SHIFT) > h + 2,
+    "infinite": lambda b, h, q, kv: (
+        torch.isposinf((q - 3) / (kv - kv)) ^ torch.isneginf((kv - 4) / (q - q)) ^ torch.isposinf(q)
+    ),
+    "signs": lambda b, h, q, kv: torch.sgn(q - kv) + torch.sgn((q - 3) / 2) > 0,
+    "threshold of ints": lambda b, h, q, kv: F.threshold(q, 3, -1) < F.threshold(kv, 2, 1),
+    "nan_to_num of halves": lambda b, h, q, kv: (HALF[q, h] / 0).nan_to_num() > HALF[kv, h],
+    "addcmul of bytes": lambda b, h, q, kv: (
+        torch.addcmul(BYTES[q], BYTES[kv], BYTES[q], value=-3) > 100
+    ),
     "stack": lambda b, h, q, kv: torch.stack([q > 2, kv > 4, h > 0]).any(),
+    "index_select": lambda b, h, q, kv: (
+        torch.index_select(SPANS, 0, q % 3)[0, 1] + IDS.index_select(-1, kv)[0] > q + kv
+    ),
+    "index_select by a row": lambda b, h, q, kv: (
+        torch.index_select(IDS, 0, SPANS[q % 3] // 2 + kv % 5) == 1
+    ).any(),
+    "take": lambda b, h, q, kv: torch.take(SPANS, (q - 6).long()) >= torch.take(IDS, kv.long()),
+    "take a row": lambda b, h, q, kv: (torch.take(SPANS, SPANS[h] // 2 - kv % 5) == q).any(),
+    "take_along_dim": lambda b, h, q, kv: (
+        torch.take_along_dim(SPANS, SPANS[:, :1] % 2 * (kv % 2), 1).sum() >= q
+    ),
+    "take_along_dim, broadcast": lambda b, h, q, kv: (
+        torch.take_along_dim(SPANS, (q % 3).long().view(1, 1), 0)[0, 1]
+        + torch.take_along_dim(SPANS, (kv % 6).long().view(1))[0]
+        > 8
+    ),
+    "gather": lambda b, h, q, kv: (
+        torch.gather(SPANS[:2], 0, SPANS[:, :1] % 2 * (q % 2))[1, 0]
+        == SPANS[h].gather(0, (kv % 2).long().view(1))[0]
+    ),
+    "gather from a part": lambda b, h, q, kv: (
+        torch.gather(IDS[4:], 0, (kv % 5).long().view(1))[0]
+        >= IDS[2:7].gather(0, IDS[q].view(1) % 5)[0]
+    ),
+    "select": lambda b, h, q, kv: SPANS[h % 3 - q % 2].select(-1, 1) > kv,
+    "embedding of ids": lambda b, h, q, kv: (
+        F.embedding(IDS[kv], PLANE)[1] + F.embedding(SPANS[h, :1] % 4, PLANE)[0, 2] > q / 3
+    ),
+    "products of ints": lambda b, h, q, kv: (
+        SPANS[q % 3] @ SPANS[kv % 3] > torch.mv(SPANS, SPANS[h])[1]
+    ),
+    "products of bytes": lambda b, h, q, kv: (
+        torch.dot(BYTES[:3] + kv.to(torch.uint8), BYTES[3:6]) > BYTES[q]
+    ),
+    "products of halves": lambda b, h, q, kv: (
+        (F.linear(HALF[q, :3], HALF3, HALF[0, 0]) * 3)[kv % 9] > (HALF @ HALF[kv])[h]
+    ),
+    "products of matrices": lambda b, h, q, kv: (SPANS @ SPANS.T[:, :2])[q % 3, kv % 2] > 9 * h,
 }
 
 
@@ -183,7 +237,7 @@ def test_mask_equals_eager(name: str) -> None:
 
 UNARY = (
     "exp exp2 expm1 tanh sigmoid sin cos erf floor ceil trunc abs neg square reciprocal "
-    "sign relu positive round frac sinh cosh tan"
+    "sign relu positive round frac sinh cosh tan atan asin acos"
 ).split()
 POSITIVE = "log log2 log1p log10 sqrt rsqrt".split()
 
@@ -206,6 +260,14 @@ MODS: dict[str, Callable[..., Any]] = {
     "halves to even": lambda s, b, h, q, kv: torch.round((q - kv) / 2) + torch.round(s / 0.0),
     "bucketize NaN": lambda s, b, h, q, kv: s + torch.bucketize(s / 0 * 0, GRID),
     "bucketize": lambda s, b, h, q, kv: TABLE[h, torch.bucketize(s, GRID)],
+    "atan2": lambda s, b, h, q, kv: torch.atan2(s, TABLE[h, q]) + torch.atan2(q - 3, kv - 4),
+    "erfinv": lambda s, b, h, q, kv: torch.erfinv(torch.tanh(s) * 0.8) + torch.erfinv(q - 1),
+    "hypot": lambda s, b, h, q, kv: torch.hypot(s, TABLE[h, q]) + torch.hypot(q / 2, kv),
+    "nan_to_num": lambda s, b, h, q, kv: torch.nan_to_num(s / (q - kv).clamp(min=0) * 0, 2.5),
+    "nan_to_num of ints": lambda s, b, h, q, kv: s + torch.nan_to_num(q, 1.0),
+    "addcmul": lambda s, b, h, q, kv: torch.addcmul(s, TABLE[h, q], kv, value=0.5),
+    "addcmul of ints": lambda s, b, h, q, kv: s + torch.addcmul(q, kv, h, value=2.5),
+    "addcdiv": lambda s, b, h, q, kv: torch.addcdiv(s, TABLE[h, q], kv + 1.0, value=-2),
     "softsign": lambda s, b, h, q, kv: F.softsign(s),
     "hardtanh": lambda s, b, h, q, kv: F.hardtanh(s),
     "clamp": lambda s, b, h, q, kv: s.clamp(-1, GAIN),
@@ -243,6 +305,20 @@ MODS: dict[str, Callable[..., Any]] = {
     "new row": lambda s, b, h, q, kv: s + q.new_ones((3,), dtype=torch.float32).sum() * kv,
     "in place on a name": lambda s, b, h, q, kv: operator.iadd(s, kv),
     "math of a constant": lambda s, b, h, q, kv: s * math.log2(math.e),
+    "embedding": lambda s, b, h, q, kv: s * F.embedding(IDS[q] + kv % 2, DEEP[0, 0])[2],
+    "linear": lambda s, b, h, q, kv: s * F.linear(DEEP[b, h, q], PLANE, PLANE[:, 1])[kv % 6],
+    "linear to one": lambda s, b, h, q, kv: F.linear(torch.stack([s, s * s, s, s]), PLANE[h], GAIN),
+    "linear layers": lambda s, b, h, q, kv: F.linear(
+        F.silu(F.linear(torch.stack([s, q / 4, kv / 4, s]), PLANE)), PLANE.T, DEEP[b, h, q]
+    )[kv % 4],
+    "matrix and vector": lambda s, b, h, q, kv: (
+        (PLANE @ DEEP[b, h, q])[kv % 6] + s * (DEEP[b, h, kv] @ PLANE.T)[h]
+    ),
+    "mv, mm, inner": lambda s, b, h, q, kv: (
+        s * torch.mv(PLANE, DEEP[b, h, kv])[0]
+        + torch.mm(DEEP[b, h], PLANE.T)[kv, q % 6]
+        + torch.inner(DEEP[b, h, q], DEEP[b, h, kv])
+    ),
     "unsqueeze": lambda s, b, h, q, kv: (s.unsqueeze(0) + DEEP[b, h, q, :2]).sum(),
 }
 

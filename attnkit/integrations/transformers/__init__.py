@@ -43,7 +43,7 @@ def register(name: str = "attnkit", *, backend: str = "auto") -> None:
     if int(transformers.__version__.partition(".")[0]) < _OLDEST:
         raise UnsupportedError(
             f"attnkit.integrations.transformers needs transformers {_OLDEST} or newer, found "
-            f"{transformers.__version__}; run: pip install --upgrade 'attnkit[transformers]'"
+            f"{transformers.__version__}; run: pip install 'transformers>=5'"
         )
     import torch
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit import Mask, OptionError, ScoreMod, ShapeError, UnsupportedError
+from attnkit import Mask, OptionError, ScoreMod, ShapeError, UnsupportedError, flex_attention
 from attnkit import mods as score_mods
 from attnkit.integrations.transformers.layer_mask import LayerMask
-from attnkit.integrations.transformers.sinks import attend
 from attnkit.masks import causal
 
 _CAUSAL = causal()
@@ -25,6 +24,9 @@ _REFUSED = {
     "block_indices": "blocks that the model selects at run time are",
     "sinks": "sinks that differ from token to token are",
 }
+# Models that build a mask of their own and leave out the layer's mask if it is a BlockMask, so that
+# every query would see every key.
+_DROP_MASKS = {"doge"}
 
 
 def attention(
@@ -53,7 +55,7 @@ def attention(
         scaling: factor on q k^T; None for 1 / sqrt(D).
         dropout: must be 0.
         softcap: limit on scores, cap * tanh(score / cap).
-        s_aux: attention sinks, [Hq].
+        s_aux: attention sinks, [Hq], any float dtype.
         position_bias: float [B or 1, Hq, Sq, Skv], added to the scores.
         is_causal: whether a call without a mask is causal; None for the module's `is_causal`.
         backend: backend of `attnkit.flex_attention`.
@@ -67,7 +69,7 @@ def attention(
         UnsupportedError: an argument asks for what attnkit does not compute.
         ShapeError: the mask was made for another number of queries or keys.
     """
-    _refuse(dropout, options)
+    _refuse(module, dropout, options)
     mods: list[Callable[..., Any]] = []
     if softcap is not None:
         mods.append(_softcap(float(softcap)))
@@ -89,23 +91,29 @@ def attention(
         mask = _CAUSAL
     if position_bias is not None:
         mods.append(score_mods.full_bias(position_bias))
-    out = attend(
+    out = flex_attention(
         query,
         key,
         value,
-        s_aux,
         score_mod=mods[0] if len(mods) == 1 else score_mods.compose(*mods) if mods else None,
         block_mask=mask,
         scale=None if scaling is None else float(scaling),
         enable_gqa=key.shape[1] != query.shape[1],
         backend=backend,
         deterministic=bool(options.get("deterministic")),
+        sink=None if s_aux is None else _sink(s_aux, query),
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(dropout: float, options: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
     """Raise an error if a call asks for what attnkit does not compute."""
+    model = getattr(getattr(module, "config", None), "model_type", None)
+    if model in _DROP_MASKS:
+        raise UnsupportedError(
+            f"{model} models leave out masks that are no tensors, also those of flex_attention in "
+            f"transformers; {_INSTEAD}"
+        )
     if dropout:
         raise OptionError(
             f"attnkit has no dropout inside attention, got dropout={dropout}; set the model's "
@@ -132,12 +140,17 @@ def _module_is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
+def _sink(s_aux: Tensor, query: Tensor) -> Tensor:
+    """Return the sinks of a layer in the dtype that `flex_attention` takes, [Hq]."""
+    return s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+
 def _check_lengths(shape: tuple[int, ...], query: Tensor, key: Tensor) -> None:
     wanted = query.shape[2], key.shape[2]
     if shape[2:] != wanted:
         raise ShapeError(
-            f"the attention mask was made for {shape[2]} queries and {shape[3]} keys, and the layer "
-            f"has {wanted[0]} and {wanted[1]}; {_INSTEAD}"
+            f"the attention mask was made for {shape[2]} queries and {shape[3]} keys, and the "
+            f"layer has {wanted[0]} and {wanted[1]}; {_INSTEAD}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Define the masks that transformers builds, as values that know which keys they keep.
+"""Define forms: the masks that transformers builds, as values that know which keys they keep.
 
 A form holds positions, as transformers does: the first query of a call has position `q_start`, and
 the first key in memory has position `kv_start`. `Geometry` places a form on one call. Each form
@@ -59,7 +59,7 @@ class Geometry:
 
 
 class Form:
-    """Base class of the forms; itself the form of which nothing is known."""
+    """Is the base class of forms, and the form about which nothing is known."""
 
     def span(self, at: Geometry) -> tuple[int, int]:
         """Return positions [start, stop) outside of which no query keeps a key."""
@@ -225,7 +225,7 @@ class Table(Form):
         return at.kv_start, self.visible.shape[1]
 
     def mask(self, at: Geometry) -> Mask:
-        visible = _window(self.visible, at.kv_start, at.kv_len, fill=False)
+        visible = _window(self.visible, at.kv_start, at.kv_len, at.device, fill=False)
         return Mask(lambda b, h, q, kv: visible[b, kv], "padding(table)")
 
 
@@ -240,8 +240,8 @@ class Groups(Form):
     ids: Tensor
 
     def mask(self, at: Geometry) -> Mask:
-        q_ids = _window(self.ids, at.q_start, at.q_len, fill=-1).int()
-        kv_ids = _window(self.ids, at.kv_start, at.kv_len, fill=-1).int()
+        q_ids = _window(self.ids, at.q_start, at.q_len, at.device, fill=-1).int()
+        kv_ids = _window(self.ids, at.kv_start, at.kv_len, at.device, fill=-1).int()
 
         def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             own = q_ids[b, q]
@@ -251,7 +251,7 @@ class Groups(Form):
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(Form):
+class PackedSequences(Form):
     """Keeps the keys of the query's sequence, where several sequences share a row of the batch.
 
     transformers packs without a cache only, so positions are indices.
@@ -263,12 +263,12 @@ class Packed(Form):
     ids: Tensor
 
     def mask(self, at: Geometry) -> Mask:
-        ids = _window(self.ids, at.kv_start, at.kv_len, fill=-1).int()
+        ids = _window(self.ids, at.kv_start, at.kv_len, at.device, fill=-1).int()
         return document(ids[0] if len(ids) == 1 else ids)
 
 
 @dataclass(frozen=True, eq=False)
-class Remapped(Form):
+class RemappedPositions(Form):
     """Applies a form to the positions inside packed sequences.
 
     Attributes:
@@ -280,8 +280,8 @@ class Remapped(Form):
     positions: Tensor
 
     def mask(self, at: Geometry) -> Mask:
-        rows = _window(self.positions, at.q_start, at.q_len, fill=0).int()
-        columns = _window(self.positions, at.kv_start, at.kv_len, fill=0).int()
+        rows = _window(self.positions, at.q_start, at.q_len, at.device, fill=0).int()
+        columns = _window(self.positions, at.kv_start, at.kv_len, at.device, fill=0).int()
         inner = self.inner.mask(replace(at, q_start=0, kv_start=0))
 
         def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -365,12 +365,14 @@ def numbers(values: Any, device: torch.device) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)
 
 
-def _window(table: Tensor, start: int, length: int, *, fill: Any) -> Tensor:
+def _window(table: Tensor, start: int, length: int, device: torch.device, *, fill: Any) -> Tensor:
     """Return columns `start` to `start + length - 1` of a table, a copy; `fill` beyond its end.
 
-    It is a copy because transformers may write to its own tables after the mask is made.
+    It is a copy because transformers may write to its own tables after the mask is made. It is on
+    the device of the layer, which differs from layer to layer if a model is spread over several.
     """
     part = table[:, start : start + length]
     missing = length - part.shape[1]
     with torch.inference_mode(False):
-        return torch.nn.functional.pad(part, (0, missing), value=fill) if missing else part.clone()
+        copy = torch.nn.functional.pad(part, (0, missing), value=fill) if missing else part.clone()
+        return copy.to(device)

@@ -34,11 +34,11 @@ class LayerMask(FlexBlockMask):
         first, last = form.span(at)
         start = clamp(first - at.kv_start, at.kv_len)
         stop = clamp(last - at.kv_start, at.kv_len)
-        if start >= stop:  # nothing is kept: an operator needs a key nevertheless
+        if start >= stop:  # no key is kept, but the operator needs at least one
             start, stop = 0, at.kv_len
         self.start, self.stop, self.kv_len = start, stop, at.kv_len
         self._form, self._at = form, at.keys(start, stop)
-        self._made: dict[torch.device, Mask | None] = {}
+        self._by_device: dict[torch.device, Mask | None] = {}
 
     def on(self, device: torch.device) -> Mask | None:
         """Return the mask for keys `start` to `stop - 1` on a device; None if it keeps them all.
@@ -46,10 +46,10 @@ class LayerMask(FlexBlockMask):
         Masks of the same parameters are one object, so that attnkit's own caches find them without
         looking inside.
         """
-        if device not in self._made:
+        if device not in self._by_device:
             at = replace(self._at, device=device)
-            self._made[device] = None if self._form.keeps_all(at) else _mask(self._form, at)
-        return self._made[device]
+            self._by_device[device] = None if self._form.keeps_all(at) else _mask(self._form, at)
+        return self._by_device[device]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class LayerMask(FlexBlockMask):
 
     def __getitem__(self, index: Any) -> LayerMask:
         raise UnsupportedError(
-            "this model selects a part of its attention mask, and a mask of attnkit has no rows and "
+            "this model selects a part of its attention mask, and a mask of attnkit has no rows or "
             'columns to select; use attn_implementation="sdpa"'
         )
 

@@ -25,9 +25,9 @@ from attnkit.integrations.transformers.forms import (
     Function,
     Groups,
     Or,
-    Packed,
+    PackedSequences,
     Padding,
-    Remapped,
+    RemappedPositions,
     Table,
 )
 
@@ -106,10 +106,12 @@ def _readers() -> dict[CodeType, _Reader]:
             hf.padding_mask_function(some.bool()),
             lambda cells: Table(cells["padding_mask"].bool()),
         ),
-        (hf.packed_sequence_mask_function(some), lambda cells: Packed(_packed_ids(cells))),
+        (hf.packed_sequence_mask_function(some), lambda cells: PackedSequences(_packed_ids(cells))),
         (
             hf.remap_positions_for_packed_sequence(hf.causal_mask_function, some),
-            lambda cells: Remapped(read_function(cells["mask_function"]), cells["position_ids"]),
+            lambda cells: RemappedPositions(
+                read_function(cells["mask_function"]), cells["position_ids"]
+            ),
         ),
         (
             hf.blockwise_overlay(some),
@@ -131,14 +133,14 @@ def _read_and(cells: dict[str, Any]) -> Form:
     keeps the same keys by index, and its remapping is dropped beside the mask of the sequences.
     """
     parts = [read_function(function) for function in cells["mask_functions"]]
-    if any(isinstance(part, Packed) for part in parts):
+    if any(isinstance(part, PackedSequences) for part in parts):
         parts = [_without_remapping(part) for part in parts]
     return And(tuple(parts))
 
 
 def _without_remapping(form: Form) -> Form:
-    relative = isinstance(form, Remapped) and _compares_only(form.inner)
-    return form.inner if isinstance(form, Remapped) and relative else form
+    relative = isinstance(form, RemappedPositions) and _compares_only(form.inner)
+    return form.inner if isinstance(form, RemappedPositions) and relative else form
 
 
 def _compares_only(form: Form) -> bool:

@@ -38,7 +38,7 @@ def attend_eagerly(
     sinks: Sequence[Tensor],
     scale: float | None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Trace the functions and call `torch.ops.attnkit.attention` with their graphs.
 
     Args:
@@ -49,13 +49,13 @@ def attend_eagerly(
         options: the other fields of `op.Request`, from `kind` on.
 
     Returns:
-        Output, LSE, row maxima and digest of the captured data.
+        Output, LSE, row maxima, entropies of the rows and digest of the captured data.
     """
     score = None if score_mod is None else trace_cached(score_mod, "score", query.device)
     mask = None if mask_mod is None else trace_cached(mask_mod, "mask", query.device)
     scores, masks = ([] if t is None else list(t.tensors) for t in (score, mask))
     request = request_of(score, mask, *options)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.attnkit.attention(
+    result: tuple[Tensor, ...] = torch.ops.attnkit.attention(
         query,
         key,
         value,
@@ -63,6 +63,8 @@ def attend_eagerly(
         masks,
         list(lists),
         list(sizes),
+        [],  # numbers that a trace reads are constants of its graph
+        [],
         request.text,
         scale,
     )

@@ -1,13 +1,18 @@
-"""Define `torch.ops.attnkit.attention`, the operator of a call inside torch.compile.
+"""Define `torch.ops.attnkit.attention`, the operator of a call wherever torch needs operators.
+
+It is the one name by which a call appears in torch: in graphs of torch.compile and torch.export, to
+modes, and in policies of selective activation checkpointing.
 
 At compile time, tensors have no data and lengths may be symbolic, so tiles cannot be classified and
-indices cannot be checked. The operator takes the graphs as text. When it runs, it prepares the call
-or looks it up in the call cache. One compiled program serves all sequence lengths.
+indices cannot be checked. The operator takes the graphs as text, in a `Request`. When it runs, it
+prepares the call or looks it up in the call cache. One compiled program serves all lengths. Outside
+of torch.compile the call is prepared already, and its text stands for it (`torch_ops.request_of`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,29 +26,32 @@ from attnkit.graph import ir
 from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import TracedVariant
 from attnkit.runtime.call import AttentionCall
-from attnkit.runtime.data_guard import raise_if_stale
+from attnkit.runtime.compile.graphs import Graphs, graphs_of
+from attnkit.runtime.data_guard import DataGuard, raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey, lookup, store
 from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.splice import BackwardInputs, Captured, ForwardInputs
-from attnkit.tracing.float64_checks import float64_slots
-from attnkit.tracing.guards import data_slots
+from attnkit.splice import BackwardInputs, Captured, ForwardInputs, run_forward
+from attnkit.tracing.axes import Axes, Sizes
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale
-from attnkit.util.data_state import setting
+from attnkit.util.arguments import BLOCK_OPTIONS, AuxRequest, check_scale, refuse_context_parallel
+from attnkit.util.data_state import setting, state_of
+from attnkit.util.torch_private import in_forward_ad
 
+# The lists are optional because programs of AOTInductor pass None for an empty list.
 ATTENTION = (
-    "(Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor[] mask_tensors, "
-    "Tensor[] lists, SymInt[] sizes, str request, float? scale) "
-    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor digest)"
+    "(Tensor query, Tensor key, Tensor value, Tensor[]? score_tensors, Tensor[]? mask_tensors, "
+    "Tensor[]? lists, SymInt[]? sizes, SymInt[]? ints, Tensor[]? floats, str request, "
+    "float? scale) "
+    "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor entropy, Tensor digest)"
 )
 ATTENTION_BACKWARD = (
-    "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor lse, Tensor digest, Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
-    "SymInt[] sizes, "
-    "str request, float? scale, bool[] needs_grad) "
+    "(Tensor grad_out, Tensor grad_lse, Tensor grad_entropy, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor lse, Tensor entropy, Tensor digest, "
+    "Tensor[] score_tensors, Tensor[] mask_tensors, Tensor[] lists, "
+    "SymInt[] sizes, SymInt[] ints, Tensor[] floats, str request, float? scale, bool[] needs_grad) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor[] dcaptured)"
 )
 
@@ -59,14 +67,19 @@ class Request:
     """Holds the properties of a call that are known at compile time.
 
     Attributes:
-        score, mask: text of the graphs; "" without the function.
+        score, mask: text of the graphs; "" without the function. Numbers that change from call to
+            call are number nodes in it.
         score_names, mask_names: names of the captured tensors.
         kind: type of the mask, which determines the operator arguments `sizes` and `lists`: "plain"
             (a function), "block" (a `BlockMask`) or "flex" (PyTorch's BlockMask).
+        exact: for each of the last of the operator's `sizes`, "q name" or "kv name" of a table that
+            requires this query or kv length.
         block: tile sizes that the caller passed; () if none.
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
         sink: whether the last of the score's tensors is an attention sink.
+        float_scale: whether the last of the operator's floats is the softmax scale.
+        need_entropy: whether to return the entropies of the rows.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
             disk under a key that contains the text of the request, so a graph of another version is
             never used.
@@ -77,13 +90,16 @@ class Request:
     score_names: tuple[str, ...] = ()
     mask_names: tuple[str, ...] = ()
     kind: str = "plain"
+    exact: tuple[str, ...] = ()
     block: tuple[int, ...] = ()
     backend: str = "auto"
     enable_gqa: bool = False
     deterministic: bool = False
     need_max: bool = False
     sink: bool = False
-    signature: int = 3
+    float_scale: bool = False
+    need_entropy: bool = False
+    signature: int = 5
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -107,22 +123,27 @@ class Request:
         return Request(**values)
 
     def variant(
-        self, tensors: OperatorTensors, sizes: Sequence[int], device: torch.device
+        self,
+        graphs: Graphs,
+        captured: Captured,
+        lists: Sequence[Tensor],
+        sizes: Sequence[int],
+        device: torch.device,
     ) -> TracedVariant:
         """Build the `TracedVariant` from the graphs, the captured tensors and the block lists.
 
         Args:
-            tensors: tensor arguments of the operator.
+            graphs: the graphs with their numbers.
+            captured: the tensors that these graphs read.
+            lists: block lists of PyTorch's BlockMask.
             sizes: sizes of the mask, whose meaning depends on `kind`.
             device: device of the query.
         """
         score = mask = None
-        if self.score:
-            captured = tuple(tensors.captured.scores)[: len(self.score_names)]
-            score = Traced("score", ir.parse(self.score), captured, self.score_names)
-        if self.mask:
-            captured = tuple(tensors.captured.masks)
-            mask = Traced("mask", ir.parse(self.mask), captured, self.mask_names)
+        if graphs.score is not None:
+            score = graphs.score.traced("score", captured.scores, self.score_names)
+        if graphs.mask is not None:
+            mask = graphs.mask.traced("mask", captured.masks, self.mask_names)
         block_mask: Any = None if mask is None else _graph_is_known
         if self.kind == "block" and mask is not None:
             batch, heads, q_len, kv_len, *block = sizes
@@ -136,7 +157,7 @@ class Request:
                 device=device,
             )
         elif self.kind == "flex":
-            block_mask = _flex_block_mask(tensors.lists, sizes)
+            block_mask = _flex_block_mask(lists, sizes)
         return TracedVariant(score, mask, block_mask)
 
 
@@ -165,30 +186,75 @@ def _flex_block_mask(lists: Sequence[Tensor], sizes: Sequence[int]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class OperatorTensors:
-    """Holds the tensor arguments of the operators.
+class OperatorInputs:
+    """Holds the arguments that both operators have.
 
     Attributes:
-        query, key, value: as in `flex_attention`.
-        captured: tensors that the graphs capture.
-        lists: block lists of PyTorch's BlockMask; empty for another mask.
+        query, key, value, scale: as in `flex_attention`.
+        scores: tensors that the score graph captures, and the sink if there is one.
+        masks: tensors that the mask graph captures.
+        lists: block lists of PyTorch's BlockMask; empty for another mask. Block runs of a call that
+            is prepared already, see `torch_ops.unpack`.
+        sizes: sizes of the mask, see `Request.kind`; the layout of block runs.
+        ints: values of the graphs' number nodes of type int.
+        floats: the same for float, float64 tensors of shape [] on the CPU. The softmax scale
+            follows them if `Request.float_scale`.
+        request: text of the `Request`, or of a call that is prepared already.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    captured: Captured
+    scores: Sequence[Tensor]
+    masks: Sequence[Tensor]
     lists: Sequence[Tensor]
+    sizes: Sequence[int]
+    ints: Sequence[int]
+    floats: Sequence[Tensor]
+    request: str
+    scale: float | None
+
+    @property
+    def forward(self) -> ForwardInputs:
+        """Return the inputs of a call that is prepared already."""
+        assert self.scale is not None
+        captured = Captured(self.scores, self.masks)
+        return ForwardInputs(self.query, self.key, self.value, captured, self.scale)
+
+    @staticmethod
+    def of(*arguments: Any) -> OperatorInputs:
+        """Build the record from the arguments of `torch.ops.attnkit.attention`."""
+        tensors, lists, others = arguments[:3], arguments[3:9], arguments[9:]
+        return OperatorInputs(*tensors, *(() if x is None else x for x in lists), *others)
 
 
-def _prepared(
-    request: Request, tensors: OperatorTensors, sizes: Sequence[int], scale: float
-) -> tuple[PreparedCall, ForwardInputs]:
-    """Look up or prepare the call of an operator; return it and the inputs to run it with."""
+@dataclass(frozen=True, eq=False)
+class OperatorCall:
+    """Holds the prepared call of an operator.
+
+    Attributes:
+        prepared: the prepared call.
+        inputs: the inputs to run it with.
+        read: positions of `inputs.captured.scores` among the score's tensors of the operator.
+    """
+
+    prepared: PreparedCall
+    inputs: ForwardInputs
+    read: tuple[int, ...]
+
+
+def _prepared(own: OperatorInputs) -> OperatorCall:
+    """Look up or prepare the call of an operator."""
+    refuse_context_parallel()
     raise_if_stale()
-    query, key, value = tensors.query, tensors.key, tensors.value
-    scores, masks = (tuple(part) for part in tensors.captured)
-    own = scores[:-1] if request.sink else scores  # what the score graph reads
+    request = Request.parse(own.request)
+    query, key, value = own.query, own.key, own.value
+    sizes = _checked_sizes(own.sizes, request.exact, query.shape[2], key.shape[2])
+    floats = [float(t) for t in own.floats]
+    scale = check_scale(floats.pop() if request.float_scale else own.scale, query.shape[-1])
+    # float.hex distinguishes -0.0 from 0.0 and equates NaN with NaN
+    number_key = tuple(own.ints), tuple(x.hex() for x in floats)
+    graphs = graphs_of(request.score, request.mask, *number_key)
     call = AttentionCall(
         query,
         key,
@@ -196,24 +262,27 @@ def _prepared(
         scale=scale,
         enable_gqa=request.enable_gqa,
         kernel_options=request.kernel_options,
-        return_aux=AuxRequest(max_scores=request.need_max),
+        return_aux=AuxRequest(max_scores=request.need_max, entropy=request.need_entropy),
         backend=request.backend,
         deterministic=request.deterministic,
-        sink=scores[-1] if request.sink else None,
+        sink=own.scores[-1] if request.sink else None,
     )
-    slots = _data_slots(request.score, float64_slots(own))
-    data = (*[own[i] for i in slots], *tensors.lists, *masks)
+    captured = graphs.select(own.scores, own.masks)
+    slots = () if graphs.score is None else graphs.score.data_slots(captured.scores)
+    data = (*[captured.scores[i] for i in slots], *own.lists, *captured.masks)
+    tensors = (query, key, value, *own.scores, *own.masks)
     key_parts = (
         "operator",
         request,
-        tuple(sizes),
+        number_key,
+        sizes,
         call.is_deterministic,
         scale > 0,
-        *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, *scores, *masks)],
+        *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors],
         *map(id, data),
         setting.trusts,
     )
-    call_key = CallKey(key_parts, None, None, Captured(scores, masks), data)
+    call_key = CallKey(key_parts, None, None, captured, data)
     prepared = lookup(call_key)
     if prepared is None:
         if parse_backend(request.backend)[0] == "eager":
@@ -221,41 +290,51 @@ def _prepared(
                 'backend="eager" is no operator that torch.compile can hold; call it outside of the '
                 'compiled function, or take backend="cpu"'
             )
-        variant = request.variant(tensors, sizes, query.device)
+        variant = request.variant(graphs, captured, own.lists, sizes, query.device)
         prepared = prepare(call, variant, launchable=False).call
         store(call_key, prepared)
     program = prepared.kernel_call.program  # None for a graph that simplified to nothing
-    captured = Captured(
-        own if program.score is not None else (), masks if program.mask is not None else ()
+    read = graphs.score_slots if program.score is not None else ()
+    inputs = call.inputs(
+        Captured(
+            captured.scores if program.score is not None else (),
+            captured.masks if program.mask is not None else (),
+        )
     )
-    return prepared, call.inputs(captured)
+    return OperatorCall(prepared, inputs, (*read, *([len(own.scores) - 1] if request.sink else [])))
 
 
-@functools.lru_cache(maxsize=1024)
-def _data_slots(score: str, slots: frozenset[int]) -> tuple[int, ...]:
-    return data_slots(ir.parse(score), slots) if score else ()
+def _checked_sizes(
+    sizes: Sequence[int], exact: Sequence[str], q_len: int, kv_len: int
+) -> tuple[int, ...]:
+    """Check the lengths that tables require; return the other `sizes`, see `Request.exact`.
+
+    Raises:
+        ShapeError: a table requires another length.
+    """
+    count = len(sizes) - len(exact)
+    for text, length in zip(exact, sizes[count:], strict=True):
+        side, name = text.split(" ", 1)
+        Axes(name, length, f"={side}").check(Sizes(q=q_len, kv=kv_len))
+    return tuple(sizes[:count])
 
 
 @torch.library.impl("attnkit::attention", "CompositeExplicitAutograd")
 @torch.no_grad()
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_tensors: Sequence[Tensor],
-    mask_tensors: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    sizes: Sequence[int],
-    request: str,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    captured = Captured(score_tensors, mask_tensors)
-    tensors = OperatorTensors(query, key, value, captured, lists)
-    factor = check_scale(scale, query.shape[-1])
-    prepared, inputs = _prepared(Request.parse(request), tensors, sizes, factor)
-    out, lse, top = torch_ops.run(prepared, inputs)
-    digest = torch.tensor([prepared.guard.digest()], dtype=torch.int64, device="cpu")
-    return out, lse, lse.new_empty(0) if top is None else top, digest
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    own = OperatorInputs.of(*arguments)
+    kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
+    if kernel_call is None:
+        if in_forward_ad():  # inside of an operator nobody can tell whether a tensor has a tangent
+            torch_ops.refuse_forward_mode()
+        call = _prepared(own)
+        results = torch_ops.run(call.prepared, call.inputs)
+        data = call.prepared.guard.digest()
+    else:
+        results = run_forward(kernel_call, own.forward)
+        data = 0
+    digest = torch.tensor([data], dtype=torch.int64, device="cpu")
+    return *torch_ops.without_none(results), digest
 
 
 @torch.library.impl("attnkit::attention_backward", "CompositeExplicitAutograd")
@@ -263,89 +342,123 @@ def _attention(
 def _attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor,
+    grad_entropy: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    entropy: Tensor,
     digest: Tensor,
-    score_tensors: Sequence[Tensor],
-    mask_tensors: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    sizes: Sequence[int],
-    request: str,
-    scale: float | None,
-    needs_grad: Sequence[bool],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    captured = Captured(score_tensors, mask_tensors)
-    tensors = OperatorTensors(query, key, value, captured, lists)
-    factor = check_scale(scale, query.shape[-1])
-    prepared, forward = _prepared(Request.parse(request), tensors, sizes, factor)
+    *others, needs_grad = rest
+    own = OperatorInputs(query, key, value, *others)
+    grads = grad_out, grad_lse if grad_lse.numel() else None
+    kernel_call = torch_ops.kernel_call_of(own.request, own.lists, own.sizes)
+    if kernel_call is not None:
+        rows = (entropy, grad_entropy) if grad_entropy.numel() else None
+        inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad, rows)
+        return torch_ops.gradients(kernel_call, inputs)
+    call = _prepared(own)
+    prepared, forward = call.prepared, call.inputs
     prepared.guard.check_digest(int(digest))
     if prepared.kernel_call.check is None:
         prepared.guard.check()
-    grads = grad_out, grad_lse if grad_lse.numel() else None
-    # tensors of a score graph that simplified to nothing; a sink follows them
-    unread = len(needs_grad) - len(forward.captured.scores)
-    inputs = BackwardInputs.of(forward, (out, lse), grads, needs_grad[unread:])
-    dquery, dkey, dvalue, dcaptured = torch_ops.gradients(prepared.kernel_call, inputs)
-    pairs = zip(score_tensors[:unread], needs_grad[:unread], strict=True)
-    zeros = [torch.zeros_like(t) if need else query.new_empty(0) for t, need in pairs]
-    return dquery, dkey, dvalue, zeros + dcaptured
+    rows = (entropy, grad_entropy) if grad_entropy.numel() else None
+    needed = [needs_grad[i] for i in call.read]
+    inputs = BackwardInputs.of(forward, (out, lse), grads, needed, rows)
+    dquery, dkey, dvalue, found = torch_ops.gradients(prepared.kernel_call, inputs)
+    dscores = [  # the gradient of a tensor that is not read is zero
+        torch.zeros_like(t) if need else query.new_empty(0)
+        for t, need in zip(own.scores, needs_grad, strict=True)
+    ]
+    for i, gradient in zip(call.read, found, strict=True):
+        dscores[i] = gradient
+    return dquery, dkey, dvalue, dscores
+
+
+def _needed_outputs(request: str) -> tuple[bool, bool]:
+    """Return whether a request asks for row maxima, and for entropies of rows."""
+    needed = torch_ops.needed_outputs(request)
+    if needed is not None:
+        return needed
+    parsed = Request.parse(request)
+    return parsed.need_max, parsed.need_entropy
 
 
 @torch.library.register_fake("attnkit::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     digest = torch.empty(1, dtype=torch.int64, device="cpu")
-    return *torch_ops.fake_outputs(query, value, Request.parse(rest[-2]).need_max), digest
+    outputs = torch_ops.fake_outputs(query, value, *_needed_outputs(rest[-2]))
+    return *outputs, digest
 
 
 @torch.library.register_fake("attnkit::attention_backward")  # type: ignore[untyped-decorator]
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    out, lse, _, *others = rest  # without the digest, which only this backward has
+def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    before, (_, *others) = arguments[:9], arguments[9:]  # without the digest of this backward alone
     gradients: tuple[Tensor, Tensor, Tensor, list[Tensor]] = torch_ops.fake_gradients(
-        grad_out, grad_lse, query, key, value, out, lse, *others
+        *before, *others
     )
     return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, scores, masks, lists, sizes, request, scale = inputs
-    out, lse, top, digest = output
-    ctx.mark_non_differentiable(top, digest)
-    ctx.save_for_backward(query, key, value, out, lse, digest, *scores, *masks, *lists)
-    ctx.options = list(sizes), request, scale
-    ctx.counts = len(scores), len(masks)
-    ctx.needs_grad = [t.requires_grad for t in scores]
+    own = OperatorInputs.of(*inputs)
+    out, lse, top, entropy, digest = output
+    needs_entropy = _needed_outputs(own.request)[1]
+    ctx.mark_non_differentiable(top, digest, *([] if needs_entropy else [entropy]))
+    parts = own.scores, own.masks, own.lists, own.floats
+    rows = out, lse, entropy
+    ctx.save_for_backward(own.query, own.key, own.value, *rows, digest, *itertools.chain(*parts))
+    ctx.counts = [len(part) for part in parts]
+    ctx.options = list(own.sizes), list(own.ints), own.request, own.scale
+    ctx.needs_grad = [t.requires_grad for t in own.scores]
+    ctx.guard = None
+    if torch_ops.needed_outputs(own.request) is not None:
+        names = [f"t{i} of mask_mod" for i in range(len(own.masks))]
+        ctx.guard = DataGuard([state_of(t) for t in own.masks], names)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    _: Tensor | None,
+    grad_entropy: Tensor | None,
+    __: Tensor | None,
 ) -> tuple[Any, ...]:
-    *saved, digest = ctx.saved_tensors[:6]
-    tensors = ctx.saved_tensors[6:]
-    scores, masks = ctx.counts
-    lists = tensors[:scores], tensors[scores : scores + masks], tensors[scores + masks :]
-    sizes, request, scale = ctx.options
+    grads = grad_out, grad_lse, grad_entropy
+    torch_ops.refuse_batched_gradients(g for g in grads if g is not None)
+    # read once: with selective checkpointing torch allows no more
+    *saved, digest = itertools.islice(tensors := iter(ctx.saved_tensors), 7)
+    scores, masks, lists, floats = (list(itertools.islice(tensors, n)) for n in ctx.counts)
+    if ctx.guard is not None:
+        ctx.guard.check_saved(scores, masks)
+        ctx.guard.launch_backward()
+    sizes, ints, request, scale = ctx.options
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        *torch_ops.operator_tensors(grad_out, grad_lse, saved),
+        *torch_ops.operator_tensors(grads, saved),
         digest,
-        *lists,
+        scores,
+        masks,
+        lists,
         sizes,
+        ints,
+        floats,
         request,
         scale,
         ctx.needs_grad,
     )
     dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
-    none: list[Any] = [[None] * len(tensors) for tensors in lists[1:]]
+    none: list[Any] = [[None] * len(part) for part in (masks, lists, floats)]
+    empty: list[None] = []
     # torch expects an empty list as the gradient of an empty list, even of a list of numbers
-    dsizes: list[None] | None = None if sizes else []
-    return dquery, dkey, dvalue, dcaptured, *none, dsizes, None, None
+    dsizes, dints = (None if numbers else empty for numbers in (sizes, ints))
+    return dquery, dkey, dvalue, dcaptured, *none[:2], dsizes, dints, none[2], None, None
 
 
 torch.library.register_autograd("attnkit::attention", _gradient, setup_context=_save)
@@ -356,12 +469,14 @@ def request_of(
     score: Traced | None,
     mask: Traced | None,
     kind: str,
+    exact: tuple[str, ...],
     block: tuple[int, ...],
     backend: str,
     enable_gqa: bool,
     deterministic: bool,
     need_max: bool,
     sink: bool,
+    need_entropy: bool,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -370,10 +485,12 @@ def request_of(
         () if score is None else score.names,
         () if mask is None else mask.names,
         kind,
+        tuple(exact),
         tuple(block),
         backend,
         enable_gqa,
         deterministic,
         need_max,
         sink,
+        need_entropy=need_entropy,
     )

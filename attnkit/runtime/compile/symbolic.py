@@ -15,7 +15,7 @@ from attnkit.schedule.plan import parse_backend
 from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import BLOCK
 from attnkit.tracing.axes import Sizes
-from attnkit.tracing.built_for import check_built_for
+from attnkit.tracing.built_for import check_built_for, exact_lengths
 from attnkit.util.arguments import AuxOutput, check_aux, check_options
 from attnkit.util.torch_private import is_fake, mark_constant
 
@@ -64,6 +64,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
     call_sizes = Sizes(batch, heads, q_len, key.shape[2], key.shape[1])
     check_built_for(score_mod, call_sizes)
     check_built_for(mask_mod, call_sizes)
+    exact = [*exact_lengths(score_mod), *exact_lengths(mask_mod)]
     score = mask = None
     if score_mod is not None:
 
@@ -75,26 +76,28 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top, _ = operator(
+    out, lse, top, entropy, _ = operator(
         query,
         call.key,
         call.value,
         score,
         mask,
         lists,
-        sizes,
+        (*sizes, *(length for _, _, length in exact)),
         () if call.sink is None else (call.sink,),
         call.scale,
         kind,
+        tuple(f"{side} {name}" for name, side, _ in exact),
         () if block is BLOCK else block,
         call.backend,
         call.enable_gqa,
         call.deterministic,
-        aux.max_scores,
+        aux.needs_row_maxima,
         call.sink is not None,
+        aux.entropy,
     )
     if call.return_aux is not None:
-        return out, AuxOutput(lse if aux.lse else None, top if aux.max_scores else None)
+        return out, AuxOutput.of(aux, lse, top, entropy)
     return (out, lse) if aux.lse else out
 
 

@@ -188,9 +188,11 @@ def _options(call: AttentionCall) -> Hashable | None:
         or call.kernel_options is not None
     ):
         return None
-    need_max = False
+    need_max = need_entropy = False
     if call.return_aux is not None:
         if call.return_aux.__class__ is not AuxRequest or call.return_lse:
             return None
-        need_max = bool(call.return_aux.max_scores)
-    return call.enable_gqa, call.backend, call.is_deterministic, positive, need_max
+        need_max = bool(call.return_aux.needs_row_maxima)
+        need_entropy = bool(call.return_aux.entropy)
+    statistics = need_max, need_entropy
+    return call.enable_gqa, call.backend, call.is_deterministic, positive, statistics

@@ -188,7 +188,8 @@ def try_fast_path(
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
-            deterministic, sink: unchecked arguments of `flex_attention`, whose other arguments are None.
+            deterministic, sink: unchecked arguments of `flex_attention`; its other arguments are
+            None.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -252,7 +253,7 @@ def _edited(entry: _Entry, tensors: Sequence[Tensor]) -> bool:
     identity.
     """
     for place, state in entry.data:
-        if not state.holds_unless_relaid(tensors[place]):
+        if not state.holds_in_same_layout(tensors[place]):
             return True
     return False
 

@@ -28,6 +28,7 @@ Interval = tuple[Tensor, Tensor]
 
 INT_LOW = -(2**31)
 INT_HIGH = 2**31 - 1
+_HALF_TURN = 3.1416  # somewhat more than pi
 
 
 def transfer(n: Node, args: Sequence[Interval], dtype: torch.dtype = torch.float32) -> Interval:
@@ -322,6 +323,19 @@ def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], In
     return rule
 
 
+def _angle(y: Interval, x: Interval) -> Interval:
+    """Bound atan2(y, x).
+
+    In the half plane of x > 0, y > 0 or y < 0 it is monotone in each argument.
+    """
+    low, high = _corners(torch.atan2, y, x)
+    half = (x[0] > 0) | (y[0] > 0) | (y[1] < 0)
+    slack = 2.0**-16  # implementations differ by a few ulp
+    low = torch.where(half, low - low.abs() * slack - 1e-30, -_HALF_TURN)
+    high = torch.where(half, high + high.abs() * slack + 1e-30, _HALF_TURN)
+    return _real(low, high, y[0].isnan() | x[0].isnan())
+
+
 def _lt_real(a: Interval, b: Interval) -> Interval:
     return a[1] < b[0], ~(a[0] >= b[1])  # negated, so that NaN means "perhaps"
 
@@ -407,6 +421,9 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "tanh": _nearly_increasing(torch.tanh),
         "sigmoid": _nearly_increasing(torch.sigmoid),
         "erf": _nearly_increasing(torch.erf),
+        "erfinv": _nearly_increasing(torch.erfinv),
+        "atan2": _angle,
+        "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,
         "le": _le_real,
         "eq": _eq_real,

@@ -5,6 +5,16 @@ A handler takes the arguments of a torch call, at least one of them a `Value`, a
 Importing this package registers all handlers. Only `tracer` imports it.
 """
 
-from attnkit.tracing.ops import arith, index, math, search, shape
+from attnkit.tracing.ops import (
+    arith,
+    autograd,
+    index,
+    linear,
+    lookup,
+    math,
+    operators,
+    search,
+    shape,
+)
 
-__all__ = ["arith", "index", "math", "search", "shape"]
+__all__ = ["arith", "autograd", "index", "linear", "lookup", "math", "operators", "search", "shape"]

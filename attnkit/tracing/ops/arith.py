@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, F32, I32, Node, const
-from attnkit.graph.simplify import build, cast, negate
+from attnkit.graph.simplify import build, cast, negate, power
 from attnkit.tracing.dtypes import result_dtype
+from attnkit.tracing.numbers import known
 from attnkit.tracing.ops.math import truncate
 from attnkit.tracing.ops.registry import (
     Handler,
@@ -74,24 +75,15 @@ def _remainder(tracer: Tracer, a: Any, b: Any) -> Value:
     return elementwise(tracer, lambda x, y: _integer_divide("mod", x, y), a, b)
 
 
-# Exponents for which torch calls another function than pow; the results differ at -inf.
-_ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
-
-
 def _pow(tracer: Tracer, a: Any, b: Any) -> Value:
     base, exponent = tracer.lift(a), tracer.lift(b)
     if result_dtype([base, exponent]).is_floating_point:
-        return elementwise(tracer, _power, base, exponent)
+        return elementwise(tracer, power, base, exponent)
     return _int_power(tracer, base, exponent)
 
 
-def _power(a: Node, b: Node) -> Node:
-    root = _ROOTS.get(float(b.attr)) if b.op == "const" else None  # type: ignore[arg-type]
-    return build("pow", a, b) if root is None else build(root, a)
-
-
 def _int_power(tracer: Tracer, base: Value, exponent: Value) -> Value:
-    power = exponent.number
+    power = known(exponent.number)
     if power is not None and 0 <= power <= 32:
         product = binary("mul")
         result = elementwise(tracer, lambda x, _: cast(const(1), x.type), base, power)
@@ -107,7 +99,7 @@ def _int_power(tracer: Tracer, base: Value, exponent: Value) -> Value:
 
 def _float_power(tracer: Tracer, a: Any, b: Any) -> Value:
     values = [as_dtype(tracer.lift(x), torch.float64) for x in (a, b)]
-    return combine(tracer, _power, values, torch.float64)
+    return combine(tracer, power, values, torch.float64)
 
 
 def _register_binary() -> None:
@@ -146,7 +138,13 @@ def _bitwise(op: str) -> Handler:
             return _shift(op, cast(a, I32), cast(b, I32))
         return build(op, a, b)
 
-    return lambda tracer, a, b: elementwise(tracer, node, a, b, wraps=op == "xor")
+    def handler(tracer: Tracer, a: Any, b: Any) -> Value:
+        values = [tracer.lift(a), tracer.lift(b)]
+        if op in ("shl", "shr"):
+            known(values[1].number)  # a shift by 32 bits or more gives another expression
+        return elementwise(tracer, node, *values, wraps=op == "xor")
+
+    return handler
 
 
 def _shift(op: str, a: Node, b: Node) -> Node:
@@ -222,11 +220,6 @@ def _lerp(tracer: Tracer, start: Any, end: Any, weight: Any) -> Value:
         return build("add", a, build("mul", w, build("sub", b, a)))
 
     return elementwise(tracer, node, start, end, weight)
-
-
-@register("fmin", "fmax")
-def _fmin(tracer: Tracer, a: Any, b: Any) -> Value:
-    raise ValueError("fmin and fmax are not supported; use torch.minimum and torch.maximum")
 
 
 @register("where")

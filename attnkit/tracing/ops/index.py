@@ -22,12 +22,7 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
     """Return `source[at]` as a Value. Indexing by constants alone preserves `origin`."""
     items = _expand(source, at)
     if source.part and not all(_same_in_whole(tracer, i, source.part) for i in items):
-        if source.origin is None:
-            tracer.fail(
-                "a part of a tensor is computed with, and the result indexed by a traced value; "
-                "index the part first, or the whole tensor"
-            )
-        source = tracer.capture_view(source.origin)
+        source = whole(tracer, source)
     picks: list[Any] = []  # for each dimension of the source: a Value, or (slice start, step, size)
     layout: list[Any] = []  # for each item of the index: None, "index", or the dim of a slice
     dim = 0
@@ -44,6 +39,22 @@ def index(tracer: Tracer, source: Value, at: tuple[Any, ...]) -> Value:
             layout.append("index")
         dim += 1
     return _assemble(tracer, source, at, picks, layout)
+
+
+def whole(tracer: Tracer, source: Value) -> Value:
+    """Return a Value whose elements are those of `source`, and which is no part of a tensor.
+
+    Raises:
+        TraceError: `source` is computed from a part.
+    """
+    if not source.part:
+        return source
+    if source.origin is None:
+        tracer.fail(
+            "a part of a tensor is computed with, and the result indexed by a traced value; "
+            "index the part first, or the whole tensor"
+        )
+    return tracer.capture_view(source.origin)
 
 
 def _same_in_whole(tracer: Tracer, item: Any, part: Part) -> bool:

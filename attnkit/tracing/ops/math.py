@@ -14,8 +14,11 @@ import torch
 
 from attnkit.graph.ir import F32, Node, const
 from attnkit.graph.simplify import FALSE, build, cast, negate
-from attnkit.tracing.ops.registry import Handler, elementwise, register
+from attnkit.tracing.dtypes import result_dtype
+from attnkit.tracing.ops.registry import Handler, as_dtype, combine, elementwise, register
 from attnkit.tracing.proxy import HANDLERS, Tracer, Value
+
+_ZERO = const(0.0)
 
 
 def _unless_int(function: Callable[[Node], Node]) -> Callable[[Node], Node]:
@@ -100,6 +103,65 @@ def _elu(x: Node, alpha: float) -> Node:
     return build("where", positive, x, build("mul", const(float(alpha)), build("expm1", safe)))
 
 
+def _atan(x: Node) -> Node:
+    return build("atan2", x, const(1.0))
+
+
+def _asin(x: Node) -> Node:
+    # |x| > 1/2: pi / 2 - 2 atan(sqrt((1 - |x|) / (1 + |x|))), where 1 - |x| is exact
+    far, angle = _steep_angle(x)
+    size = build("sub", const(math.pi / 2), build("mul", const(2.0), angle))
+    signed = build("where", build("lt", x, const(0.0)), build("neg", size), size)
+    return build("where", far, signed, angle)
+
+
+def _acos(x: Node) -> Node:
+    far, angle = _steep_angle(x)
+    twice = build("mul", const(2.0), angle)
+    beyond = build("where", build("lt", x, const(0.0)), build("sub", const(math.pi), twice), twice)
+    return build("where", far, beyond, build("sub", const(math.pi / 2), angle))
+
+
+def _steep_angle(x: Node) -> tuple[Node, Node]:
+    """Build the nodes of |x| > 1/2 and of half the arc cosine of |x| there, asin(x) elsewhere."""
+    size, one = build("abs", x), const(1.0)
+    far = build("lt", const(0.5), size)
+    large = build("where", far, size, const(0.5))
+    small = build("where", far, const(0.0), x)
+    # with 1 / sqrt instead of a division the derivative at 1 has no 0 * inf
+    steep = build(
+        "mul", build("sqrt", build("sub", one, large)), build("rsqrt", build("add", one, large))
+    )
+    flat = build("mul", small, build("rsqrt", build("sub", one, build("mul", small, small))))
+    return far, _atan(build("where", far, steep, flat))
+
+
+# (bound of the larger coordinate, factor by which squares and derivatives stay in range). The last
+# of each list serves float64; no float32 number is beyond it.
+_TOO_LONG = ((2.0**60, 2.0**-70), (2.0**500, 2.0**-600))
+_TOO_SHORT = ((2.0**-60, 2.0**70), (2.0**-110, 2.0**110), (2.0**-400, 2.0**600))
+
+
+def _length(x: Node, y: Node) -> Node:
+    """Build the node of sqrt(x * x + y * y) whose squares neither overflow nor underflow."""
+    sizes = build("abs", x), build("abs", y)
+    largest, factor = build("max", *sizes), const(1.0)
+    for limit, scale in _TOO_LONG:
+        factor = build("where", build("gt", largest, const(limit)), const(scale), factor)
+    for limit, scale in _TOO_SHORT:
+        factor = build("where", build("lt", largest, const(limit)), const(scale), factor)
+    x, y = build("mul", x, factor), build("mul", y, factor)
+    root = build("div", build("sqrt", build("add", build("mul", x, x), build("mul", y, y))), factor)
+    # an infinite coordinate beats NaN
+    infinite = build("or", *(build("eq", size, const(math.inf)) for size in sizes))
+    return build("where", build("and", _nan(root), infinite), const(math.inf), root)
+
+
+def _atanh(x: Node) -> Node:
+    sides = build("log1p", x), build("log1p", build("neg", x))
+    return build("mul", const(0.5), build("sub", *sides))
+
+
 # Functions whose result has the dtype of their argument.
 _UNARY: dict[str, Callable[[Node], Node]] = {
     "neg negative __neg__": lambda x: build("neg", x),
@@ -113,7 +175,12 @@ _UNARY: dict[str, Callable[[Node], Node]] = {
     "isfinite": lambda x: negate(build("or", _nan(x), _infinite(x))),
     "sign": _sign,
     "relu": _relu,
+    "sgn": _sign,
+    "isposinf": lambda x: build("eq", x, const(math.inf)) if x.type == F32 else FALSE,
+    "isneginf": lambda x: build("eq", x, const(-math.inf)) if x.type == F32 else FALSE,
 }
+
+_SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 # Functions that convert integers to floats.
 _FLOAT: dict[str, Callable[[Node], Node]] = {
@@ -127,10 +194,18 @@ _FLOAT: dict[str, Callable[[Node], Node]] = {
     "softsign": lambda x: build("div", x, build("add", const(1.0), build("abs", x))),
     **{
         name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
-        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf".split()
+        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv".split()
     },
     "logsigmoid": _log_sigmoid,
     "log10": lambda x: build("mul", build("log", x), const(1 / math.log(10))),
+    "atan arctan": _atan,
+    "atanh arctanh": _atanh,
+    "tanhshrink": lambda x: build("sub", x, build("tanh", x)),
+    "selu": lambda x: build("mul", const(_SELU[1]), _elu(x, _SELU[0])),
+    "asin arcsin": _asin,
+    "acos arccos": _acos,
+    "deg2rad": lambda x: build("mul", x, const(math.pi / 180)),
+    "rad2deg": lambda x: build("mul", x, const(180 / math.pi)),
     "expit": lambda x: build("sigmoid", x),
 }
 
@@ -149,6 +224,56 @@ def _register_unary() -> None:
         register(approximate)(HANDLERS[torch.tanh])
 
 
+@register("addcmul")
+def _addcmul(tracer: Tracer, a: Any, b: Any, c: Any, *, value: Any = 1) -> Value:
+    return _add_scaled(tracer, "mul", a, b, c, value)
+
+
+@register("addcdiv")
+def _addcdiv(tracer: Tracer, a: Any, b: Any, c: Any, *, value: Any = 1) -> Value:
+    return _add_scaled(tracer, "div", a, b, c, value)
+
+
+def _add_scaled(tracer: Tracer, op: str, a: Any, b: Any, c: Any, value: Any) -> Value:
+    """Return `a + value * (b op c)`; torch rounds the result once."""
+    values = [tracer.lift(x) for x in (a, b, c)]
+    dtype = result_dtype(values)
+    if dtype == torch.bool or (op == "div" and not dtype.is_floating_point):
+        raise TypeError(f"expected {'floats' if op == 'div' else 'numbers'}, got {dtype}")
+
+    def node(x: Node, y: Node, z: Node, factor: Node) -> Node:
+        return build("add", x, build(op, build("mul", factor, y), z))
+
+    operands = [as_dtype(v, dtype) for v in (*values, tracer.lift(value))]
+    return combine(tracer, node, operands, dtype)
+
+
+@register("nan_to_num")
+def _nan_to_num(
+    tracer: Tracer,
+    a: Any,
+    nan: float | None = 0.0,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> Value:
+    source = tracer.lift(a)
+    if not source.dtype.is_floating_point:
+        return source
+    limits = torch.finfo(source.dtype)
+    found = (
+        nan or 0.0,
+        limits.max if posinf is None else posinf,
+        limits.min if neginf is None else neginf,
+    )
+
+    def node(x: Node, instead: Node, above: Node, below: Node) -> Node:
+        finite = build("where", build("eq", x, const(-math.inf)), below, x)
+        finite = build("where", build("eq", x, const(math.inf)), above, finite)
+        return build("where", _nan(x), instead, finite)
+
+    return elementwise(tracer, node, source, *found)
+
+
 @register("round")
 def _round(tracer: Tracer, a: Any, *, decimals: int = 0) -> Value:
     if decimals:
@@ -165,6 +290,21 @@ def _logaddexp(tracer: Tracer, a: Any, b: Any) -> Value:
         return build("add", build("max", x, y), small)
 
     return elementwise(tracer, node, a, b, floating=True)
+
+
+@register("atan2", "arctan2")
+def _atan2(tracer: Tracer, y: Any, x: Any) -> Value:
+    return elementwise(tracer, lambda a, b: build("atan2", a, b), y, x, floating=True)
+
+
+@register("hypot")
+def _hypot(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        if F32 not in (x.type, y.type):
+            raise TypeError("hypot needs floats, got ints; convert with .float()")
+        return _length(x, y)
+
+    return elementwise(tracer, node, a, b)
 
 
 @register("relu6")
@@ -189,6 +329,58 @@ def _softplus_handler(tracer: Tracer, a: Any, beta: float = 1, threshold: float 
 @register("elu")
 def _elu_handler(tracer: Tracer, a: Any, alpha: float = 1.0, inplace: bool = False) -> Value:
     return elementwise(tracer, lambda x: _elu(x, alpha), a, floating=True)
+
+
+@register("softshrink")
+def _softshrink(tracer: Tracer, a: Any, lambd: float = 0.5) -> Value:
+    def node(x: Node) -> Node:
+        below = build("where", build("lt", x, const(-lambd)), build("add", x, const(lambd)), _ZERO)
+        above = build("where", build("gt", x, const(lambd)), build("sub", x, const(lambd)), below)
+        return build("where", _nan(x), x, above)
+
+    return elementwise(tracer, node, a, floating=True)
+
+
+@register("hardshrink")
+def _hardshrink(tracer: Tracer, a: Any, lambd: float = 0.5) -> Value:
+    def node(x: Node) -> Node:
+        inside = build("and", build("le", const(-lambd), x), build("le", x, const(lambd)))
+        return build("where", inside, _ZERO, x)
+
+    return elementwise(tracer, node, a, floating=True)
+
+
+@register("threshold")
+def _threshold(
+    tracer: Tracer, a: Any, threshold: float, value: float, inplace: bool = False
+) -> Value:
+    def node(x: Node, limit: Node, instead: Node) -> Node:
+        return build("where", build("le", x, limit), instead, x)
+
+    return elementwise(tracer, node, a, threshold, value)
+
+
+@register("logaddexp2")
+def _logaddexp2(tracer: Tracer, a: Any, b: Any) -> Value:
+    def node(x: Node, y: Node) -> Node:
+        same = build("eq", x, y)
+        difference = build("where", same, _ZERO, build("sub", x, y))
+        small = build("log1p", build("exp2", build("neg", build("abs", difference))))
+        return build("add", build("max", x, y), build("mul", small, const(1 / math.log(2.0))))
+
+    return elementwise(tracer, node, a, b, floating=True)
+
+
+def _beside_nan(op: str) -> Callable[..., Value]:
+    def node(x: Node, y: Node) -> Node:
+        first = build(op, y, x)  # a tie goes to the first argument, and its gradient too
+        return build("where", build("or", first, _nan(y)), x, y)
+
+    return lambda tracer, a, b: elementwise(tracer, node, a, b)
+
+
+register("fmax")(_beside_nan("le"))
+register("fmin")(_beside_nan("ge"))
 
 
 @register("leaky_relu")

@@ -64,11 +64,10 @@ def _register_conversions() -> None:
         "bool": torch.bool,
     }.items():
         HANDLERS[getattr(Tensor, name)] = lambda tracer, a, dtype=dtype, **_: _to(tracer, a, dtype)
-    same = "positive __pos__ clone contiguous detach cpu cuda view_as expand_as"
+    same = "positive __pos__ clone contiguous cpu cuda view_as expand_as"
     for name in same.split():
-        register(name)(lambda tracer, a, *_, **__: tracer.lift(a))
+        register(name)(lambda tracer, a, *_, **__: tracer.lift(a).copy())
     HANDLERS[Tensor.view_as] = HANDLERS[Tensor.expand_as] = _same_shape
-    HANDLERS[Tensor.detach] = HANDLERS[torch.detach] = _detach
 
 
 def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
@@ -76,16 +75,7 @@ def _same_shape(tracer: Tracer, a: Value, other: Any) -> Value:
         raise ValueError(
             "view_as and expand_as are not supported for values with a shape; index them instead"
         )
-    return a
-
-
-def _detach(tracer: Tracer, a: Value) -> Value:
-    if a.kind == F32:
-        tracer.fail(
-            "detach() inside a score_mod would change its gradient, which is not supported; "
-            "detach the captured tensor outside of the function"
-        )
-    return a
+    return a.copy()
 
 
 def _fill(tracer: Tracer, value: Any, size: Any, dtype: torch.dtype) -> Value:
@@ -183,6 +173,14 @@ def _stack(tracer: Tracer, tensors: Any, dim: int = 0) -> Value:
     return Value(tracer, None, dtype, (len(nodes),), pick)
 
 
+def tree(parts: list[Node], join: Callable[[Node, Node], Node], empty: Node) -> Node:
+    """Join nodes in a balanced tree, for short dependency chains and small rounding errors."""
+    while len(parts) > 1:
+        pairs = [join(x, y) for x, y in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[len(pairs) * 2 :]
+    return parts[0] if parts else empty
+
+
 def reduce(
     tracer: Tracer, a: Any, join: Callable[[Node, Node], Node], empty: Node, dim: int | None = None
 ) -> Value:
@@ -210,11 +208,9 @@ def reduce(
         )
 
     def pick(*i: Node) -> Node:
-        parts = [source.pick(*i[:axis], const(k), *i[axis:]) for k in range(length)]
-        while len(parts) > 1:  # a balanced tree: short dependency chains, small rounding errors
-            pairs = [join(x, y) for x, y in zip(parts[::2], parts[1::2], strict=False)]
-            parts = pairs + parts[len(pairs) * 2 :]
-        return parts[0] if parts else empty
+        return tree(
+            [source.pick(*i[:axis], const(k), *i[axis:]) for k in range(length)], join, empty
+        )
 
     def fitted(*i: Node) -> Node:
         return tracer.converter.fit(pick(*i), source.dtype)
@@ -294,14 +290,6 @@ def _register_extremes() -> None:
             return r(tracer, a)
 
         register(op)(either)
-
-
-@register("dot", "inner", "vdot", "matmul", "__matmul__")
-def _dot(tracer: Tracer, a: Any, b: Any) -> Value:
-    a, b = tracer.lift(a), tracer.lift(b)
-    if len(a.sizes) != 1 or a.sizes != b.sizes:
-        raise ValueError(f"a dot product of shapes {a.sizes} and {b.sizes}; expected [n] and [n]")
-    return _sum(tracer, elementwise(tracer, lambda x, y: build("mul", x, y), a, b))
 
 
 def _one(dim: Any) -> int | None:

@@ -18,6 +18,17 @@ pytest.importorskip(
 from transformers import masking_utils as hf
 
 from attnkit import UnsupportedError, clear_caches, create_mask, intervals
+from attnkit.integrations.transformers.forms import (
+    CAUSAL,
+    Chunks,
+    Form,
+    Geometry,
+    Groups,
+    PackedSequences,
+    Padding,
+    RemappedPositions,
+    Table,
+)
 from attnkit.integrations.transformers.layer_mask import LayerMask
 from attnkit.integrations.transformers.mask_function import attention_mask
 
@@ -225,3 +236,27 @@ def test_a_mask_has_no_parts() -> None:
     assert "shape=(1, 1, 4, 4)" in repr(mask)
     with pytest.raises(UnsupportedError, match=r'selects a part .* attn_implementation="sdpa"'):
         mask[:, :, -1:]
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]] * BATCH)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Padding((1, 0), (8, 7)),
+        Chunks(4, (0, 1)),
+        Table(IDS == 1),
+        Groups(IDS),
+        PackedSequences(IDS),
+        RemappedPositions(CAUSAL, IDS),
+    ],
+    ids=lambda form: type(form).__name__,
+)
+def test_masks_move_to_the_device_of_a_layer(form: Form) -> None:
+    """Layers on a second device read the tables of the mask on the first, which is an error."""
+    mask = LayerMask(form, Geometry(BATCH, 8, 8, 0, 0, CPU))
+    for device in ("meta", "cpu"):
+        moved = mask.on(torch.device(device))
+        assert moved is not None
+        assert create_mask(moved, BATCH, 1, 8, 8, device=device).device.type == device

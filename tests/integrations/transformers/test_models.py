@@ -172,3 +172,12 @@ def test_graphs_of_torch_compile_break_at_attention() -> None:
     """Otherwise a graph holds one mask, and is compiled again for every other padding."""
     for interface in (transformers.AttentionInterface(), transformers.AttentionMaskInterface()):
         assert interface["attnkit"]._torchdynamo_disable
+
+
+def test_a_model_that_drops_the_mask_is_refused() -> None:
+    """Doge adds the mask of a layer to its own only if it is a tensor: tokens saw later ones."""
+    config = transformers.DogeConfig(**tiny_models.SIZES)
+    model = transformers.DogeForCausalLM(config).eval()
+    model.set_attn_implementation("attnkit")
+    with pytest.raises(attnkit.UnsupportedError, match=r"doge models leave out.*use .*eager"):
+        model(torch.ones(1, 4, dtype=torch.int64))

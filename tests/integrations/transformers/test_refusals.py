@@ -87,6 +87,15 @@ def test_a_sink_beside_a_fully_masked_row() -> None:
         assert t.grad.isfinite().all()
 
 
+def test_a_sink_is_inside_the_softmax() -> None:
+    """An output that is rounded to bfloat16, then scaled by a sigmoid, would be rounded twice."""
+    query, key, value = (t.bfloat16() for t in _tensors(64, 64))
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out, _ = attention(MODULE, query, key, value, None, s_aux=sink, is_causal=False)
+    once = attnkit.flex_attention(query, key, value, enable_gqa=True, sink=sink.float())
+    assert torch.equal(out, once.transpose(1, 2))
+
+
 def test_register_checks_its_name() -> None:
     with pytest.raises(ArgumentError, match="name must be a string such as 'attnkit', got ''"):
         attnkit.integrations.transformers.register("")

@@ -170,7 +170,7 @@ def test_graphs_of_the_library_are_those_of_a_trace(kind: Any) -> None:
 
     def recorder(graph: Any, _: Any) -> Any:
         calls = [n for n in graph.graph.nodes if n.target is torch.ops.attnkit.attention.default]
-        seen.extend(Request.parse(n.args[7]) for n in calls)
+        seen.extend(Request.parse(n.args[9]) for n in calls)
         return graph.forward
 
     examples: dict[str, Any] = mask_examples(48) if kind == "mask" else mod_examples(48)
@@ -367,16 +367,17 @@ def test_operators_are_what_they_claim() -> None:
     documents = torch.arange(LENGTH) // 40
     score = trace(lambda s, b, h, q, kv: s + table[h, q - kv + LENGTH], "score")
     mask = trace(lambda b, h, q, kv: documents[q] == documents[kv], "mask")
-    request = op.request_of(score, mask, "plain", (), "auto", False, False, False, True)
+    request = op.request_of(score, mask, "plain", (), (), "auto", False, False, False, True, True)
     sink = torch.randn(4, requires_grad=True)
-    arguments = (*inputs(), [table, sink], [documents], [], [], request.text, None)
+    arguments = (*inputs(), [table, sink], [documents], [], [], [], [], request.text, None)
     torch.library.opcheck(torch.ops.attnkit.attention.default, arguments)
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (t.detach().to(dtype) for t in inputs())
-        out, lse, _, digest = torch.ops.attnkit.attention(query, key, value, *arguments[3:])
-        grads = torch.randn_like(out), torch.randn_like(lse)
+        results = torch.ops.attnkit.attention(query, key, value, *arguments[3:])
+        out, lse, _, entropy, digest = results
+        grads = [torch.randn_like(t) for t in (out, lse, entropy)]
         scores = [table.detach(), sink.detach()]
-        saved = (*grads, query, key, value, out, lse, digest, scores, *arguments[4:])
+        saved = (*grads, query, key, value, out, lse, entropy, digest, scores, *arguments[4:])
         saved = (*saved, [True, True])
         tests = ("test_schema", "test_faketensor")  # it has no gradient of its own
         torch.library.opcheck(torch.ops.attnkit.attention_backward.default, saved, test_utils=tests)
@@ -388,15 +389,15 @@ def test_strides_are_those_of_the_fake() -> None:
     shape = given[0].shape
     queries = [torch.randn(shape[::-1]).permute(3, 2, 1, 0)]
     queries += [torch.randn(shape[-1]).expand(shape), torch.randn(1, *shape[1:]).expand(shape)]
-    request = op.request_of(None, None, "plain", (), "auto", False, False, False, False)
+    request = op.request_of(None, None, "plain", (), (), "auto", *[False] * 5)
     for query in queries:
         tensors = (query, *(t.detach() for t in given[1:]))
-        arguments = (*tensors, [], [], [], [], request.text, None)
+        arguments = (*tensors, *([] for _ in range(6)), request.text, None)
         checked = ("test_faketensor",)
         torch.library.opcheck(torch.ops.attnkit.attention.default, arguments, test_utils=checked)
-        out, lse, _, digest = torch.ops.attnkit.attention(*arguments)
-        grads = torch.randn_like(out), torch.randn_like(lse)
-        saved = (*grads, *tensors, out, lse, digest, *arguments[3:])
+        out, lse, _, entropy, digest = torch.ops.attnkit.attention(*arguments)
+        grads = torch.randn_like(out), torch.randn_like(lse), entropy
+        saved = (*grads, *tensors, out, lse, entropy, digest, *arguments[3:])
         torch.library.opcheck(
             torch.ops.attnkit.attention_backward.default, (*saved, []), test_utils=checked
         )

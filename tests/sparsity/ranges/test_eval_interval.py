@@ -28,7 +28,7 @@ from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_o
 # leaves whose values a test chooses freely, by type
 FREE = {
     I32: [ir.arg("q"), ir.arg("kv")],
-    F32: [ir.arg("score"), ir.arg("grad")],
+    F32: [ir.arg("score"), ir.arg("grad"), ir.arg("scale")],
     BOOL: [load(0, BOOL, []), load(1, BOOL, []), load(2, BOOL, [])],
 }
 
@@ -444,5 +444,5 @@ def test_operations_without_bounds_are_known() -> None:
     near = torch.tensor(0.5), torch.tensor(0.6)
     far = torch.tensor(1.5), torch.tensor(1.6)
     floats = [n for n in operations() if {n.type, *(a.type for a in n.args)} == {F32}]
-    unbounded = {n.op for n in floats if transfer(n, [near, far][: len(n.args)])[0].isnan()}
+    unbounded = {n.op for n in floats if transfer(n, [near, far, far][: len(n.args)])[0].isnan()}
     assert unbounded == {"pow", "mod", "fdiv", "sin", "cos", "rsqrt"}

@@ -1,0 +1,239 @@
+"""Compare the statistics of emulated kernels with dense float64 attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")  # without it no call is planned for the kernel
+
+import attnkit
+from attnkit import AuxRequest, flex_attention, mods
+from attnkit.jit import emulation
+
+INF = float("inf")
+ROWS, KEYS = 200, 300
+ROW_TERM = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1))
+WILD = torch.zeros(ROWS)
+WILD[150], WILD[160], WILD[170] = -INF, INF, math.nan
+GAPS = torch.zeros(ROWS, KEYS)
+GAPS[:, ::3] = -INF
+GAPS[120] = -INF
+
+
+def late(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Keep no key in the first rows, and few in the last."""
+    return (q >= 100) & (kv <= q - 60)
+
+
+MODS: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "no maximum": mods.softcap(5.0),
+    "columns": lambda s, b, h, q, kv: s + 0.05 * kv * (h + 1),
+    "row term": lambda s, b, h, q, kv: s + ROW_TERM[h, q],
+    "row term that wipes": lambda s, b, h, q, kv: s + WILD[q],
+    "holes": lambda s, b, h, q, kv: s * 3 + GAPS[q, kv],
+    "peaks": lambda s, b, h, q, kv: s * 40,
+}
+
+
+def draw(
+    seed: int, rows: int = ROWS, keys: int = KEYS, width: int = 64, dtype: Any = torch.bfloat16
+) -> list[Tensor]:
+    """Return query [1, 2, rows, width], key and value [1, 1, keys, width]."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(1, 2, rows, width), (1, 1, keys, width), (1, 1, keys, width)]
+    return [torch.randn(s, generator=random).to(dtype) for s in shapes]
+
+
+def attend(tensors: list[Tensor], mod: Any, mask: Any, **options: Any) -> Any:
+    asked = {"enable_gqa": True, "return_aux": AuxRequest(True, True, True, True)}
+    return flex_attention(*tensors, mod, mask, **(asked | options))
+
+
+def check(ours: Tensor, exact: Tensor, dense: Tensor) -> None:
+    """Check for at most twice the error of dense attention, and the same NaN and infinity."""
+    finite = exact.isfinite()
+    assert torch.equal(ours.isfinite(), finite)
+    assert torch.equal(ours.isnan(), exact.isnan())
+    ours, exact, dense = (t[finite].double() for t in (ours, exact, dense))
+    allowed = 2 * (dense - exact).abs().amax() + exact.abs().amax() * 2**-16
+    assert (ours - exact).abs().amax() <= allowed
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_sink"),
+    [*((kind, False) for kind in MODS), ("none", True), ("no maximum", True), ("row term", True)],
+)
+def test_statistics_on_hopper(kind: str, with_sink: bool) -> None:
+    """Repeated calls, relaunched ones too, agree with dense attention."""
+    attnkit.clear_caches()
+    for step in range(3):
+        tensors = draw(step)
+        sink = torch.tensor([1.0, -INF if step == 2 else 3.0]) if with_sink else None
+        results = []
+        for backend, given in (
+            ("emulate", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
+        ):  # fmt: skip
+            with emulation.session(mode="eager" if step else "check") as session:
+                out, aux = attend(given, MODS[kind], late, sink=sink, backend=backend)
+            assert session.ok, [str(report) for _, report in session.reports]
+            results.append((aux.entropy, aux.lse, aux.max_scores, out))
+        found = results[0]
+        assert torch.equal(found[0][:, :, :100], torch.zeros(1, 2, 100))
+        assert bool((found[0] >= 0)[~found[0].isnan()].all())
+        for ours, exact, dense in zip(*results, strict=True):
+            if not (kind == "row term that wipes" and ours is found[2]):  # NaN there or a number
+                check(ours, exact, dense)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_sink"), [(k, False) for k in MODS if k != "columns"] + [("row term", True)]
+)
+def test_statistics_on_blackwell(kind: str, with_sink: bool) -> None:
+    tensors, results = draw(0), []
+    sink = torch.tensor([1.0, 3.0]) if with_sink else None
+    for backend, given in (
+        ("emulate:sm_100a", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
+    ):  # fmt: skip
+        checked = kind == "none" or with_sink
+        with emulation.session(mode="check" if checked else "eager") as session:
+            out, aux = attend(given, MODS[kind], late, sink=sink, backend=backend)
+        assert session.ok, [str(report) for _, report in session.reports]
+        results.append((aux.entropy, aux.lse, aux.max_scores, out))
+    assert torch.equal(results[0][0][:, :, :100], torch.zeros(1, 2, 100))
+    for i, (ours, exact, dense) in enumerate(zip(*results, strict=True)):
+        if kind != "row term that wipes" or i != 2:  # NaN there or a number
+            check(ours, exact, dense)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_head_dims_on_blackwell(width: int) -> None:
+    tensors = draw(0, 300, 140, width)
+    (_, ours), (_, exact), (_, dense) = (
+        attend(t, None, None, backend=backend, return_aux=AuxRequest(entropy=True))
+        for backend, t in (
+            ("emulate:sm_100a", tensors),
+            ("eager", [t.double() for t in tensors]),
+            ("eager", tensors),
+        )
+    )
+    check(ours.entropy, exact.entropy, dense.entropy)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, torch.bfloat16), (192, torch.float16), (256, torch.bfloat16)]
+)
+def test_head_dims(width: int, dtype: torch.dtype) -> None:
+    tensors = draw(0, 70, 200, width, dtype)
+    mod = mods.alibi(2)
+    (_, ours), (_, exact), (_, dense) = (
+        attend(t, mod, None, backend=backend, return_aux=AuxRequest(entropy=True))
+        for backend, t in (
+            ("emulate", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
+        )
+    )  # fmt: skip
+    assert ours.max_scores is None
+    check(ours.entropy, exact.entropy, dense.entropy)
+
+
+def test_calls_with_entropies_are_not_split_along_kv() -> None:
+    tensors = draw(0, 16, 1100)
+    with emulation.session() as session:
+        _, aux = attend(tensors, None, None, backend="emulate")
+    assert [name.split()[0] for name, _ in session.reports] == ["forward"]
+    _, exact = attend([t.double() for t in tensors], None, None, backend="eager")
+    _, dense = attend(tensors, None, None, backend="eager")
+    check(aux.entropy, exact.entropy, dense.entropy)
+
+
+GRADIENTS: list[tuple[str, int, torch.dtype, bool]] = [
+    ("none", 64, torch.bfloat16, False),
+    ("no maximum", 64, torch.bfloat16, True),
+    ("row term", 128, torch.float16, False),
+    ("holes", 64, torch.bfloat16, True),
+    ("peaks", 64, torch.bfloat16, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "width", "dtype", "with_sink"), GRADIENTS)
+def test_gradients_on_hopper(kind: str, width: int, dtype: torch.dtype, with_sink: bool) -> None:
+    """The kernels add the gradients of output, LSE and entropy; repeated calls are exact too."""
+    attnkit.clear_caches()
+    for step in range(2):
+        results = []
+        for backend, wide in (("emulate", False), ("eager", True), ("eager", False)):
+            tensors = [t.double() if wide else t for t in draw(step, width=width, dtype=dtype)]
+            sink = torch.tensor([0.5, 2.0]).requires_grad_() if with_sink else None
+            learned = [*(t.requires_grad_() for t in tensors), *([] if sink is None else [sink])]
+            checked = step == 0 and kind in ("none", "no maximum")
+            with emulation.session(mode="check" if checked else "eager") as session:
+                out, aux = attend(tensors, MODS[kind], late, sink=sink, backend=backend)
+                loss = sum(
+                    (t.double() * weight(t, step)).masked_fill(t == -INF, 0).sum()
+                    for t in (out, aux.lse, aux.entropy)
+                )
+                gradients = torch.autograd.grad(loss, learned)
+            assert session.ok, [str(report) for _, report in session.reports]
+            names = [name.split()[0] for name, _ in session.reports]
+            assert backend != "emulate" or "backward" in names
+            results.append(gradients)
+        for ours, exact, dense in zip(*results, strict=True):
+            check_gradient(ours, exact, dense)
+
+
+def check_gradient(ours: Tensor, exact: Tensor, dense: Tensor) -> None:
+    """Check for at most twice the error of dense attention, where its gradients are numbers."""
+    finite = exact.isfinite()
+    ours, exact, dense = (t[finite].double() for t in (ours, exact, dense))
+    allowed = 2 * (dense - exact).abs().amax() + exact.abs().amax() * 2**-8
+    assert (ours - exact).abs().amax() <= allowed
+
+
+@pytest.mark.parametrize("case", ["captured tensor", "wide heads", "Blackwell"])
+def test_gradients_that_torch_operators_compute(case: str) -> None:
+    """The kernels refuse them, and the sink is not forgotten."""
+    table = torch.randn(2, KEYS, generator=torch.Generator().manual_seed(2))
+    table.requires_grad_(case == "captured tensor")
+    mod = lambda s, b, h, q, kv: s * 2 + table[h, kv]
+    results = []
+    kernels = "emulate:sm_100a" if case == "Blackwell" else "emulate"
+    for backend, wide in ((kernels, False), ("eager", True), ("eager", False)):
+        width = 192 if case == "wide heads" else 64
+        tensors = [t.double() if wide else t for t in draw(0, width=width)]
+        sink = torch.tensor([0.5, 2.0]).requires_grad_()
+        learned = [*(t.requires_grad_() for t in tensors), sink]
+        learned += [table] if table.requires_grad else []
+        with emulation.session() as session:
+            out, aux = attend(tensors, mod, late, sink=sink, backend=backend)
+            loss = sum((t.double() * weight(t, 0)).sum() for t in (out, aux.lse, aux.entropy))
+            results.append(torch.autograd.grad(loss, learned))
+        assert [name.split()[0] for name, _ in session.reports if backend == kernels] in (
+            ["forward"],
+            [],
+        )
+    for ours, exact, dense in zip(*results, strict=True):
+        check_gradient(ours, exact, dense)
+
+
+def test_deterministic_gradients() -> None:
+    """They have the same bits at every run, and are those of any order of the sums."""
+    found = []
+    for deterministic in (True, True, False):
+        tensors = [t.requires_grad_() for t in draw(0)]
+        out, aux = attend(tensors, None, late, backend="emulate", deterministic=deterministic)
+        loss = out.float().square().sum() + aux.entropy.square().sum()
+        found.append(torch.autograd.grad(loss, tensors))
+    assert all(map(torch.equal, *found[:2]))
+    for some, others in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(some, others, rtol=0.02, atol=0.02)
+
+
+def weight(like: Tensor, seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(100 + seed)
+    return torch.randn(like.shape, generator=random, dtype=torch.float64)
