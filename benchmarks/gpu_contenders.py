@@ -80,13 +80,15 @@ def attnkit_run(
     sizes.
     """
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
+    aux = attnkit.AuxRequest(entropy=True) if p.entropy else None
 
     def call() -> Tensor:
-        out: Tensor = attnkit.flex_attention(
+        result: Any = attnkit.flex_attention(
             *(p.query, p.key, p.value, score_mod, p.mask_mod),
             enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
-            deterministic=deterministic, sink=p.sink,
+            deterministic=deterministic, sink=p.sink, return_aux=aux,
         )  # fmt: skip
+        out: Tensor = result if aux is None else result[0]
         return out
 
     def within() -> Tensor:
@@ -138,8 +140,8 @@ def flex_run(
         block: `BLOCK_SIZE` of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
         mode: passed to `torch.compile`.
     """
-    if p.sink is not None:
-        raise Unsuitable("has no attention sink")
+    if p.sink is not None or p.entropy:
+        raise Unsuitable("has no attention sink and no entropies")
     mask = None
     if p.mask_mod is not None:
         length, device = p.shape.length, p.query.device
@@ -206,6 +208,8 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
         options["pack_gqa"] = pack_gqa
     if p.score == "softcap":
         options["softcap"] = SOFTCAP
+    if p.entropy:
+        raise Unsuitable("has no entropies")
     if p.sink is not None:
         if p.query.requires_grad:
             raise Unsuitable("has no backward with an attention sink")
@@ -246,7 +250,7 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
     """Build a call of scaled_dot_product_attention restricted to one backend."""
-    if p.score or p.sink is not None or p.mask not in ("", "causal"):
+    if p.score or p.sink is not None or p.entropy or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
 

@@ -229,6 +229,7 @@ class Problem:
         mask_mod: the mask_mod, or None to keep everything.
         tables: captured tensors of the score_mod; they require grad if the case learns them.
         sink: float32 [heads], the attention sink; None without one. It requires grad in a backward.
+        entropy: whether the call also returns the entropies of the rows.
         density: fraction of the (query, key) pairs that the mask keeps.
     """
 
@@ -242,6 +243,7 @@ class Problem:
     mask_mod: Mod | None
     tables: tuple[Tensor, ...]
     sink: Tensor | None
+    entropy: bool
     density: float
 
     @property
@@ -299,6 +301,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     query, key, value, grad = inputs
     case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables, sink,
+        case.get("entropy", False),
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
     return case_problem.for_backward() if backward else case_problem
