@@ -118,7 +118,9 @@ class Evaluator:
         self._order = [n for n in order if n not in skipped]
         operands = {a for n in self._order for a in n.args}.union(roots)
         kept = [n for n in used if n in operands or n not in indices]
-        self.constants: Memo = dict(zip(kept, values_of(kept), strict=True))
+        # `torch.where` copies a number from the CPU to the GPU, and waits for the copy
+        device = points.env["q"].device
+        self.constants: Memo = {n: t.to(device) for n, t in zip(kept, values_of(kept), strict=True)}
         self._loads = [(n, find(n)) for n in loads]
         self.taken = operands.intersection(given)
 

@@ -197,3 +197,22 @@ def test_tables_change_no_value_and_no_gradient(
     assert len(grads) == len(exacts)
     for own, one, true in zip(grads, directs, exacts, strict=True):
         _close(own, one, true, int(keep.sum()))
+
+
+def test_constants_are_on_the_device_of_the_points() -> None:
+    """A number on the CPU in `torch.where` would make every call on a GPU wait for its copy."""
+    height, width = TABLES["heads"], TABLES["frozen"]
+    traced = trace(
+        lambda s, b, h, q, kv: s - height[h].abs() * torch.log1p(width[h] * (q - kv).abs()), "score"
+    )
+    tables, tensors, device = distance_tables(traced.root), traced.tensors, torch.device("meta")
+    assert tables is not None
+    near = [t.detach().to(device) for t in tensors]
+    values = DistanceValues(tables, CallSizes(BATCH, HEADS, 9, 9), device, near)
+    needs = [t.requires_grad for t in tensors]
+    values.prepare_gradients(needs, None)
+    _, memo = values.values(near)
+    evaluators = [values.forward, *(g.evaluator for g in values._gradients[tuple(needs)] if g)]
+    assert any(e.constants for e in evaluators)
+    assert {t.device for e in evaluators for t in e.constants.values()} == {device}
+    assert {t.device for t in memo.values()} == {device}
