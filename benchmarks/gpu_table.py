@@ -1,7 +1,8 @@
 """Print saved GPU rows as tables: `python benchmarks/gpu_table.py [--chart FILE.svg]`.
 
-With `--chart`, also draw them as a bar chart. Each case shows the rows of its newest run only:
-figures of different runs cannot be compared, because the GPU's clock changes between runs.
+With `--chart`, also draw them as a bar chart. Each case shows the rows of one run only, the newest
+with peers if there is one: figures of different runs cannot be compared, because the GPU's clock
+changes between runs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,27 @@ Row = dict[str, Any]
 
 
 def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str, Row]]:
-    """Return {case: {contender: row}} of the newest run of each case, in the order of `rows`."""
+    """Return {case: {contender: row}} of one run of each case, in the order of `rows`.
+
+    It is the newest run in which a peer was timed, or else the newest run.
+    """
     wanted = [row for row in rows if (row.get("direction"), row.get("mode")) == (direction, mode)]
-    runs: dict[str, str] = {}
+    runs: dict[str, dict[str, dict[str, Row]]] = {}
     for row in wanted:
-        if row["contender"] == OURS and "ms" in row:  # ratios of a run refer to our time in it
-            runs[row["case"]] = max(row["run"], runs.get(row["case"], ""))
-    found: dict[str, dict[str, Row]] = {case: {} for case in runs}
-    for row in wanted:
-        if row["run"] == runs.get(row["case"]):
-            found[row["case"]][row["contender"]] = row
+        runs.setdefault(row["case"], {}).setdefault(row["run"], {})[row["contender"]] = row
+    found: dict[str, dict[str, Row]] = {}
+    for case, of_case in runs.items():
+        # ratios of a run refer to our time in it
+        timed = {run: own for run, own in of_case.items() if "ms" in own.get(OURS, {})}
+        if timed:
+            chosen = max(timed, key=lambda run: (_has_peer(timed[run]), run))
+            found[case] = timed[chosen]
     return found
+
+
+def _has_peer(rows: dict[str, Row]) -> bool:
+    """Return whether a contender other than attnkit was timed."""
+    return any("ms" in row for name, row in rows.items() if not name.startswith(OURS))
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:

@@ -28,7 +28,7 @@ README_CASES = (
 
 
 def attention(direction: str) -> str:
-    """Return the Markdown table of all GPU cases in one direction, from the newest run of each."""
+    """Return the Markdown table of all GPU cases in one direction, one run each."""
     return gpu_table.markdown(load("gpu"), direction, "sustained")
 
 

@@ -354,6 +354,7 @@ def test_gpu_table_keeps_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # ratios refer to our time in the same run: a run without it makes no line
     rows += [shared | {"run": "3"} | slow, shared | {"run": "3", "case": "full"} | slow]
     rows.append(shared | {"run": "3", "contender": "attnkit", "skipped": "no kernel"})
+    rows.append(shared | {"run": "4"} | ours | {"ms": 3.0})  # a run without peers replaces none
     lines = table["markdown"](rows, "forward", "burst").splitlines()
     assert lines[0] == "| forward, burst | density | attnkit | Flex FLASH | best peer |"
     assert lines[2:] == [
