@@ -16,6 +16,8 @@ from attnkit.runtime.prepare import prepare
 from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
+_SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
+
 
 def flex_attention(
     query: Tensor,
@@ -96,7 +98,7 @@ def flex_attention(
         StaleDataError: data of an earlier call on a GPU was edited by a write that torch's version
             counter does not record.
     """
-    if normalization.__class__ is not str or normalization != "softmax":
+    if normalization is not _SOFTMAX:  # identity, because a comparison costs more
         from attnkit.runtime.normalization import sink_of  # which most calls do not need
 
         sink = sink_of(normalization, sink, query)

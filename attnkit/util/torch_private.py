@@ -128,6 +128,7 @@ def in_batched_gradients() -> bool:
 
 
 _SDPA = neural_functions.scaled_dot_product_attention
+_tracing_state: Callable[[], Any] = _C._get_tracing_state
 _functional: Any = torch.nn.functional
 # The module of context parallelism, in the versions of torch that have it.
 _CONTEXT_PARALLEL = (
@@ -150,7 +151,7 @@ def in_context_parallel() -> bool:
 
 def in_plain_surroundings() -> bool:
     """Return False if `in_jit_trace` or `in_context_parallel` may hold; costs 0.1 microseconds."""
-    return _functional.scaled_dot_product_attention is _SDPA and _C._get_tracing_state() is None
+    return _tracing_state() is None and _functional.scaled_dot_product_attention is _SDPA
 
 
 def in_forward_ad() -> bool:
@@ -160,7 +161,7 @@ def in_forward_ad() -> bool:
 
 def in_jit_trace() -> bool:
     """Return whether torch.jit.trace is recording."""
-    return _C._get_tracing_state() is not None
+    return _tracing_state() is not None
 
 
 def is_intercepted(tensors: Iterable[Tensor]) -> bool:
