@@ -59,7 +59,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     "relu_squared": lambda s, b, h, q, kv: torch.relu(s) ** 2,
     "leaky": lambda s, b, h, q, kv: functional.leaky_relu(s, 0.1),
     "elu": lambda s, b, h, q, kv: functional.elu(s),
-    "clamp": lambda s, b, h, q, kv: torch.clamp(s, -1.5, SLOPES[h]),
+    "clamp": lambda s, b, h, q, kv: torch.clamp(s, -1.5).clamp(max=SLOPES[h]),
     "powers": lambda s, b, h, q, kv: torch.abs(s) ** 1.5 - (1 + s * s) ** -0.5,
     "truncated": lambda s, b, h, q, kv: s + torch.div(q - kv, 4, rounding_mode="trunc"),
     "remainder": lambda s, b, h, q, kv: torch.remainder(s, -0.7) + s // 0.3,
