@@ -121,7 +121,7 @@ def _plain(mask: Any) -> Any:
 
 
 def _keeps_its_block(mask: Any) -> bool:
-    """Return whether a BlockMask of one block, which is longer than any sequence, lists it."""
+    """Return whether a BlockMask keeps its only block, which covers every sequence."""
     if mask.kv_indices.numel() != 1 or mask.full_kv_num_blocks is not None:
         return False
     count = mask.kv_num_blocks
@@ -131,7 +131,7 @@ def _keeps_its_block(mask: Any) -> bool:
 
 
 def _factor(scale: Tensor, query: Tensor) -> Tensor:
-    """Return a scale given as a tensor as one number in the dtype of scores.
+    """Convert a scale of one element to a 0-d tensor in the dtype of the scores.
 
     Raises:
         OptionError: the tensor does not hold one real number.
