@@ -50,7 +50,7 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         return False
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
-    columns = template.block_kv(widths)
+    columns = template.block_kv(widths, {})
     fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
     return fits or not program.lists_override_mask  # tiles of block lists cannot be joined
 
@@ -85,6 +85,7 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
         additive=score_form(program.score).additive,
         learned=frozenset(index_level(load) for load, _ in learned.scores),
         lists_override_mask=program.lists_override_mask,
+        deterministic=spec.deterministic,
     )
     switches = template.switches(case)
     light = _light(program, bool(learned.scores))
@@ -160,7 +161,7 @@ def backward_block(
     )
     switches = settings.switches(case)
     ctas = 2 if switches.get("two_cta") else 1
-    return settings.block_q(widths, _light(program)), ctas * settings.block_kv(widths)
+    return settings.block_q(widths, _light(program)), ctas * settings.block_kv(widths, switches)
 
 
 caches.register(_has_slope.cache_clear)

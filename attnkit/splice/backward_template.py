@@ -6,7 +6,7 @@ The modules `sm90_backward` and `sm100_backward` each define an instance `BACKWA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,6 +31,7 @@ class BackwardCase:
         learned: staging levels of the indices of loads whose gradients are summed score by score,
             see `GraphBackward`.
         lists_override_mask: whether block lists override the mask.
+        deterministic: whether gradients are accumulated in a fixed order.
     """
 
     widths: HeadDims
@@ -38,6 +39,7 @@ class BackwardCase:
     additive: bool
     learned: frozenset[Level]
     lists_override_mask: bool
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,8 @@ class BackwardTemplate:
             captured tensor) -> rows of a q tile.
         row_sums: widths -> whether the kernels sum gradients times scores over rows, see
             `graph.learned_loads`.
-        block_kv: widths -> columns of a kv tile of one CTA.
+        block_kv: (widths, result of `switches` or of a `BackwardConfig`'s arguments) -> columns of a
+            kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
         entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
             captured tensor needs a gradient.
@@ -77,7 +80,7 @@ class BackwardTemplate:
     semaphores: tuple[int, int]
     widths: Callable[[HeadDims], HeadDims | None]
     block_q: Callable[[HeadDims, bool], int]
-    block_kv: Callable[[HeadDims], int]
+    block_kv: Callable[[HeadDims, Mapping[str, Any]], int]
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
     entropies: Callable[[HeadDims], bool]
@@ -145,7 +148,7 @@ class BackwardSettings:
     @property
     def block(self) -> tuple[int, int]:
         """Return (rows of a q tile, columns of a kv tile); the columns are those of all CTAs."""
-        return self.values["block_q"], self.ctas * self.template.block_kv(self.widths)
+        return self.values["block_q"], self.ctas * self.template.block_kv(self.widths, self.values)
 
     @property
     def ctas(self) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.scheduler import BACKWARD as BACKWARD_COST
@@ -41,7 +42,7 @@ def block_q(widths: tuple[int, int], light: bool) -> int:
     return 64 if widths[0] == 192 else 128
 
 
-def block_kv(widths: tuple[int, int]) -> int:
+def block_kv(widths: tuple[int, int], values: Mapping[str, Any]) -> int:
     """Return the number of columns of a kv tile of one CTA."""
     return 128
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnkit.schedule.split_kv import Cost
@@ -27,10 +28,11 @@ OPTIONS = ""
 SEMAPHORES = 2, 8
 
 # Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
-# and of 64 x 64 at 256. `partial` and `merge` are estimates.
+# of 64 x 64 at 256, and of 64 x 128 at (192, 128). `partial` and `merge` are estimates.
 _PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
 _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
+_HD192 = Cost(full=5700, partial=5850, tile=12000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
@@ -47,9 +49,10 @@ def block_q(widths: tuple[int, int], light: bool) -> int:
     return 128 if widths == (64, 64) and light else 64
 
 
-def block_kv(widths: tuple[int, int]) -> int:
+def block_kv(widths: tuple[int, int], values: Mapping[str, Any]) -> int:
     """Return the number of columns of a kv block."""
-    return 64 if max(widths) > 128 else 128
+    columns: int = values.get("block_kv", 64 if max(widths) > 128 else 128)
+    return columns
 
 
 def row_sums(widths: tuple[int, int]) -> bool:
@@ -58,10 +61,18 @@ def row_sums(widths: tuple[int, int]) -> bool:
 
 
 def switches(case: BackwardCase) -> dict[str, Any]:
-    """Return the config flag `less_lse`, whether the MMA subtracts the LSE; {} for wide heads."""
-    if max(case.widths) > 128:
-        return {}
-    return {"less_lse": case.additive and not case.learned}
+    """Return the arguments of the config that depend on the variant.
+
+    They are `less_lse`, whether the MMA subtracts the LSE, for head dims up to 128; and `block_kv`
+    for (192, 128), if the kernel with blocks of 128 columns can run the variant.
+    """
+    light = case.additive and not case.learned
+    if max(case.widths) <= 128:
+        return {"less_lse": light}
+    in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
+    if case.widths == (192, 128) and light and not (case.deterministic or in_lists):
+        return {"block_kv": 128}
+    return {}
 
 
 def entropies(widths: tuple[int, int]) -> bool:
@@ -77,6 +88,8 @@ def splits(settings: BackwardSettings) -> bool:
 
 def cost(settings: BackwardSettings) -> Cost:
     """Return the cost of blocks and tiles in cycles, for the scheduler."""
+    if _is_hd192(settings):
+        return _HD192
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
@@ -89,6 +102,10 @@ def first_writer(settings: BackwardSettings) -> bool:
 
 def config(settings: BackwardSettings) -> Any:
     """Build the config object of the kernels from the settings."""
+    if _is_hd192(settings):
+        from attnkit.templates.sm90.backward_hd192_config import Hd192Config
+
+        return Hd192Config(**settings.values)
     if _wide(settings):
         from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -100,6 +117,10 @@ def config(settings: BackwardSettings) -> Any:
 
 def _wide(settings: BackwardSettings) -> bool:
     return max(settings.head_dims) > 128
+
+
+def _is_hd192(settings: BackwardSettings) -> bool:
+    return "block_kv" in settings.values
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
@@ -128,6 +149,10 @@ def postprocess(settings: BackwardSettings, width: int, block: int, hooks: RowHo
 
 def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """Build the main kernel, which computes dQ, dK, dV and gradients of captured tensors."""
+    if _is_hd192(settings):
+        from attnkit.templates.sm90.backward_hd192 import BackwardHd192
+
+        return BackwardHd192(config(settings), hooks)
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

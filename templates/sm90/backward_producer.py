@@ -208,7 +208,8 @@ class Producer:
                     with cute.arch.elect_one():
                         record = (kv_block, h, b, count, self.valid(kv_count))
                         self.write_record(info, 0, record)
-                        cute.arch.mbarrier_arrive(bars.v_full)
+                        for w in cutlass.range_constexpr(halves):
+                            cute.arch.mbarrier_arrive(bars.v_full + w)
                         cute.arch.mbarrier_arrive(bars.k_full)
                     kv_count += 1
                 index = self.claim(lists.counter, total)

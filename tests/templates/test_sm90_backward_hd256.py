@@ -41,7 +41,7 @@ PLAIN = Hd256Config()
 MASKS = [None, CAUSAL, CAUSAL & masks.sliding_window(90)]
 
 
-@pytest.mark.parametrize(("mask", "dims"), crossed(MASKS, [(192, 128), (256, 256)]), ids=str)
+@pytest.mark.parametrize(("mask", "dims"), crossed(MASKS, [(192, 192), (256, 256)]), ids=str)
 def test_masks_in_all_orders(mask: Any, dims: tuple[int, int]) -> None:
     check(draw(330, dims=dims, heads=(1, 1)), mask=mask, mode="check")
 
@@ -60,7 +60,7 @@ def test_ragged_lengths() -> None:
 
 
 def test_shared_heads_and_batches() -> None:
-    check(draw(140, dims=(192, 128), heads=(4, 2), batch=(2, 1)), mask=CAUSAL, mode="adversarial")
+    check(draw(140, dims=(192, 192), heads=(4, 2), batch=(2, 1)), mask=CAUSAL, mode="adversarial")
 
 
 def test_dead_rows_have_no_gradient() -> None:
@@ -154,7 +154,7 @@ def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed
 @pytest.mark.assembled
 @pytest.mark.parametrize(
     ("name", "dims"),
-    sampled([(n, d) for n in VARIANTS for d in ((192, 192), (192, 128), (256, 256))], 7),
+    sampled([(n, d) for n in VARIANTS for d in ((192, 192), (256, 256))], 7),
 )
 def test_no_spills_and_no_serialised_products(name: str, dims: tuple[int, int]) -> None:
     clean(VARIANTS[name](), dims, 1, fixed=False)
@@ -173,7 +173,7 @@ def test_every_head_dim_has_a_kernel() -> None:
             assert found is not None
             if max(found) > 128:
                 assert Hd256Config(head_dim=found[0], head_dim_v=found[1]).problem() is None
-                assert block_kv(found) == PLAIN.block_kv
+                assert block_kv(found, {}) == PLAIN.block_kv
 
 
 @pytest.mark.parametrize(
