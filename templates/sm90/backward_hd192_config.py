@@ -18,7 +18,7 @@ class Hd192Config(BackwardConfig):
 
     head_dim: int = 192
     head_dim_v: int = 128
-    block_kv: int = 2 * ROWS  # type: ignore[misc]  # 64 keys for each consumer warpgroup
+    block_kv: int = 2 * ROWS  # 64 keys for each consumer warpgroup
 
     # The producer spills seven registers at 24. The consumers would spill many more with fewer than
     # 240, and products would be serialised.
