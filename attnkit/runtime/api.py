@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from attnkit.runtime.prepare import prepare
 from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
+_log = logging.getLogger("attnkit.runtime")
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
 
 
@@ -148,6 +150,8 @@ def flex_attention(
     prepared = reuse.lookup(call_key)
     if call_key is None or prepared is None:
         return _first_call(call)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("reused the preparation of an earlier call, %s", call.described())
     result = torch_ops.run(prepared, call.inputs(call_key.captured))
     if return_aux is None and (scale is None or scale > 0):
         reuse.remember(call, call_key, prepared)
@@ -165,4 +169,9 @@ def _first_call(call: AttentionCall) -> Any:
     call_key = None if prepared.is_dense else reuse.key_of(call)
     if call_key is not None and call_key.fits(prepared, captured):
         reuse.store(call_key, prepared)
+    elif not prepared.is_dense and _log.isEnabledFor(logging.INFO):
+        from attnkit.util.log import once  # which is needed only here
+
+        why = reuse.reason_without_key(call)
+        once(_log, f"a call is prepared again each time, {call.described()}: {why}")
     return call.results(*result)

@@ -9,6 +9,7 @@ to a busy GPU, so its verdict applies to this process only.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ import torch
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
+
+_log = logging.getLogger("attnkit.runtime")
 
 # Time limit of the whole self-check in seconds, compilation included. The time that a process waits
 # for the self-check of another process counts too.
@@ -75,7 +78,15 @@ def _cached_verdict(target: Target, device: torch.device) -> Verdict:
         stored = cache.get(key)
         if stored is not None:
             return Verdict(stored.decode(errors="replace"), in_numbers=True)
-        verdict = run_selfcheck(target, device, end - time.monotonic())
+        start = time.monotonic()
+        verdict = run_selfcheck(target, device, end - start)
+        _log.info(
+            "tested the kernels for %s on %s in %.0f s: %s",
+            target.card,
+            device,
+            time.monotonic() - start,
+            verdict.reason or "they are right",
+        )
         if verdict.in_numbers:
             cache.put(key, verdict.reason.encode())
     return verdict
