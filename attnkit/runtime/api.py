@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,13 +14,94 @@ from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
-from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
+from attnkit.util.arguments import AuxOutput, AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast, in_plain_surroundings
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from attnkit.util.arguments import CallOptions
 
 _log = logging.getLogger("attnkit.runtime")
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
 
 
+# What a call returns, for type checkers: by the literal values of return_lse and return_aux.
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
     key: Tensor,
