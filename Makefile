@@ -20,7 +20,7 @@ MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz misuse lint format docs bench \
-    wheel try-wheel clean distclean
+    wheel try-wheel hub clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -112,6 +112,9 @@ try-wheel: wheel  ## install the wheel into a fresh environment and try it; TORC
 	build/try-wheel/bin/python -m pip --disable-pip-version-check --quiet install \
 	    --constraint build/try-wheel/constraints.txt "$$(ls dist/*.whl)[check]"
 	cd build/try-wheel && bin/python -I $(CURDIR)/tests/package/smoke.py
+
+hub: wheel  ## write the folder of a Hugging Face kernel into build/hub
+	$(BIN)/python hub/write.py dist/*.whl build/hub
 
 clean:  ## remove build outputs and caches
 	rm -rf build dist out site .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

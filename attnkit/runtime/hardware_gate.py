@@ -22,6 +22,7 @@ import torch
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
+from attnkit.util.package import FOLDER
 
 _log = logging.getLogger("attnkit.runtime")
 
@@ -130,7 +131,14 @@ def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True, errors="replace"
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            # `python -m` looks there first: this copy of attnkit need not be on the path
+            cwd=Path(FOLDER).parent,
         )
     except (OSError, ValueError, TypeError) as error:  # an embedded Python has no program
         return Verdict(f"their test could not be started: {error}", in_numbers=False)
