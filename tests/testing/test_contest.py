@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from attnkit.cli import main
 from attnkit.testing import Case, contenders, contest
 from attnkit.testing.contenders import Attention, CannotRunError, Problem, sdpa
 from attnkit.testing.contest import Contest, measure
-from attnkit.testing.timing import Times, in_turns
+from attnkit.testing.timing import Times, in_turns, method
 
 SMALL = Case(40, 40, 1, 2, 2, head_dim=8, value_dim=8)
 CPU = torch.device("cpu")
@@ -209,3 +210,28 @@ def test_the_command_refuses_pytorchs_block_mask(
     assert "the mask is PyTorch's BlockMask, whose block lists" in capsys.readouterr().err
     assert main(["bench", f"{file}:blocks", "--rounds", "1", "--device", "cpu"]) == 0
     assert "query [1, 1, 32, 64]" in capsys.readouterr().out
+
+
+def test_times_on_a_gpu_come_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a pretended GPU advances by 1 ms a call, and the host waits for it."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = done.count("call")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert done[-1] == "wait"
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    cuda = torch.device("cuda")
+    times = in_turns({"f": lambda: done.append("call")}, cuda, rounds=3, seconds=60)
+    assert times["f"].rounds == pytest.approx((1e-3,) * 3)
+    assert done.count("call") == 3 + 3 * 2  # 3 to see how many fill 2 ms, then 2 a round
+    assert "CUDA events" in method(cuda)

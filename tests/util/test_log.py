@@ -147,6 +147,19 @@ def test_a_backward_in_torch_operators_says_why(records: Records) -> None:
     ]
 
 
+def test_copies_for_tma_are_told(records: Records) -> None:
+    pytest.importorskip("cutlass")
+    from attnkit.jit import emulation
+
+    whole = torch.randn(3, 1, 1, 64, 20, dtype=torch.bfloat16)
+    q, k, v = whole[..., 1:17]  # rows of 20 numbers, 40 bytes
+    with emulation.session(execute=False):
+        attnkit.flex_attention(q, k.contiguous(), v, backend="emulate")
+    told = [t for t in records.texts("attnkit.splice", logging.INFO) if "copies" in t]
+    assert [t.partition(" its ")[2].split()[0] for t in told] == ["query", "value"]
+    assert "query [1, 1, 64, 16] with strides [1280, 1280, 20, 1] before the kernel" in told[0]
+
+
 PROGRAM = """
 import logging, sys
 {before}
