@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,6 +208,7 @@ _kernels: dict[Source, CompiledKernel] = {}
 _requested: ContextVar[list[Source] | None] = ContextVar("requested kernel sources", default=None)
 _lock = caches.fork_safe_lock()  # held while a kernel is compiled
 _table_lock = caches.fork_safe_lock()
+_numbers = count(1)  # of the kernels that this process compiles
 
 
 def _forget_kernels() -> None:
@@ -291,14 +293,15 @@ def _artifact(source: Source) -> Artifact:
     # A kernel from the disk does not need these modules.
     from attnkit.jit.build import compile_source
     from attnkit.jit.held_signals import held_signals
-    from attnkit.jit.progress import compile_progress
+    from attnkit.util.status_line import elapsed
 
     with disk.lock(key):
         # Another process may have compiled the kernel in the meantime.
         if artifact := _stored_artifact(disk, key):
             _log_load(source, disk, start)
             return artifact
-        with compile_progress(source.name, source.arch), held_signals():
+        what = f"compiling kernel {next(_numbers)}: {source.name} for {source.arch}"
+        with elapsed(what), held_signals():
             start = time.perf_counter()
             artifact = compile_source(source)
             kept = disk.put(key, artifact.dump())

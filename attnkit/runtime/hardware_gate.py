@@ -23,6 +23,7 @@ from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
 from attnkit.util.package import FOLDER
+from attnkit.util.status_line import elapsed
 
 _log = logging.getLogger("attnkit.runtime")
 
@@ -80,7 +81,8 @@ def _cached_verdict(target: Target, device: torch.device) -> Verdict:
         if stored is not None:
             return Verdict(stored.decode(errors="replace"), in_numbers=True)
         start = time.monotonic()
-        verdict = run_selfcheck(target, device, end - start)
+        with elapsed(f"testing the {target.card} kernels on {device}, once for this machine"):
+            verdict = run_selfcheck(target, device, end - start)
         _log.info(
             "tested the kernels for %s on %s in %.0f s: %s",
             target.card,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from attnkit.util import environment
+
+_INTERVAL = 0.25  # seconds between updates of the elapsed time
 
 
 class StatusLine:
@@ -38,3 +44,33 @@ class StatusLine:
     def clear(self) -> None:
         """Remove the line."""
         self.show("")
+
+
+@contextmanager
+def elapsed(what: str) -> Iterator[None]:
+    """Show on a terminal what is being done, and for how many seconds, during the `with` block.
+
+    Args:
+        what: text of the line, such as "compiling kernel 1". How long it takes is not known before.
+    """
+    line = StatusLine()
+    if not line.is_shown:
+        yield
+        return
+    done = threading.Event()
+    start = time.monotonic()
+
+    def update() -> None:
+        while True:
+            line.show(f"attnkit: {time.monotonic() - start:.0f} s, {what}")
+            if done.wait(_INTERVAL):
+                return
+
+    thread = threading.Thread(target=update, name="attnkit progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        line.clear()
