@@ -73,11 +73,19 @@ def attnkit_run(
     environment: Mapping[str, str] | None = None,
     backend: str = "cute",
     deterministic: bool = False,
+    trusts: bool = False,
 ) -> Run:
     """Build a call of attnkit.
 
     The call passes the mask as a function, not as a block mask, so that attnkit chooses the tile
     sizes.
+
+    Args:
+        p: the problem.
+        kernel_options, backend, deterministic: arguments of `flex_attention`.
+        environment: environment variables to set during the call.
+        trusts: whether the call runs under `trust_version_counters`, so that its kernels do not
+            compare captured data.
     """
     grouped, score_mod = p.shape.heads != p.shape.kv_heads, p.score_mod
     aux = attnkit.AuxRequest(entropy=True) if p.entropy else None
@@ -92,10 +100,10 @@ def attnkit_run(
         return out
 
     def within() -> Tensor:
-        with _environment(environment or {}):
+        with _environment(environment or {}), attnkit.trust_version_counters(trusts):
             return call()
 
-    return Run(within if environment else call, _leaves(p))
+    return Run(within if environment or trusts else call, _leaves(p))
 
 
 def deterministic_run(p: Problem) -> Run:
@@ -318,7 +326,8 @@ def ablations(config: dict[str, Any], case: str) -> dict[str, Sweep]:
 
     def builder(entry: dict[str, Any]) -> Builder:
         options, environment = entry.get("kernel_options"), entry.get("environment")
-        return lambda p: attnkit_run(p, options, environment)
+        trusts = entry.get("trusts", False)
+        return lambda p: attnkit_run(p, options, environment, trusts=trusts)
 
     chosen = [entry for entry in config.get("ablation", []) if case in entry["cases"]]
     return {f"{OURS}: {entry['name']}": {"default": builder(entry)} for entry in chosen}

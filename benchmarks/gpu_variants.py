@@ -16,7 +16,8 @@ from torch import Tensor
 Mod = Callable[..., Tensor]
 
 BLOCK = 128  # of the random blocks
-WINDOWS = {"window": 1024, "window_128": 128}  # keys that a query attends to, by mask
+# Number of keys that a query attends to, by mask.
+WINDOWS = {"window": 1024, "window_512": 512, "window_128": 128}
 PREFIX = 1024
 SOFTCAP = 20.0
 

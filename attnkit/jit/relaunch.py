@@ -6,8 +6,7 @@ For a kernel in which two tensors and a number change, the source is
 
     def relaunch(stream, addresses, numbers=()):
         a0, a1, = addresses
-        if a0 & 15 or not a0: raise misplaced('a tensor', a0, 16)
-        if a1 & 15 or not a1: raise misplaced('a tensor', a1, 16)
+        if (a0 | a1) & 15 or not (a0 and a1): check(addresses)
         try: values = free.pop()
         except IndexError: values = fresh()
         words = values.words
@@ -98,11 +97,23 @@ def relauncher(
         "free": free,
         "fresh": lambda: _Values(signature, first, numbers),
         "launch": entry.launch,
-        "misplaced": misplaced,
+        "check": functools.partial(_check, tuple(tensors)),
     }
     exec(_code(tuple(tensors), stream), names)
     relaunch: Relaunch = names["relaunch"]
     return relaunch
+
+
+def _check(tensors: Sequence[tuple[int, int, bool]], addresses: Sequence[int]) -> None:
+    """Raise an ArgumentError for the first address that a kernel cannot take.
+
+    Args:
+        tensors: see `_code`.
+        addresses: their addresses.
+    """
+    for address, (_, bits, has_memory) in zip(addresses, tensors, strict=True):
+        if address & bits or (has_memory and not address):
+            raise misplaced("a tensor", address, bits + 1)
 
 
 class _Values:
@@ -155,11 +166,15 @@ def _code(tensors: tuple[tuple[int, int, bool], ...], stream: int | None) -> typ
     """
     names = [f"a{i}" for i in range(len(tensors))]
     lines = [f"{''.join(f'{a}, ' for a in names) or '()'} = addresses"]
-    for a, (_, bits, has_memory) in zip(names, tensors, strict=True):
-        faults = [f"{a} & {bits}"] * bool(bits) + [f"not {a}"] * has_memory
-        if faults:
-            fault = " or ".join(faults)
-            lines.append(f"if {fault}: raise misplaced('a tensor', {a}, {bits + 1})")
+    aligned: dict[int, list[str]] = {}  # addresses by the bits that must be zero in them
+    for a, (_, bits, _) in zip(names, tensors, strict=True):
+        aligned.setdefault(bits, []).append(a)
+    faults = [f"({' | '.join(group)}) & {bits}" for bits, group in aligned.items() if bits]
+    filled = [a for a, (_, _, has_memory) in zip(names, tensors, strict=True) if has_memory]
+    if filled:
+        faults.append(f"not ({' and '.join(filled)})")
+    if faults:
+        lines.append(f"if {' or '.join(faults)}: check(addresses)")
     lines += ["try: values = free.pop()", "except IndexError: values = fresh()"]
     lines += ["words = values.words", "try:"]
     lines += [f"    words[{at}] = {a}" for a, (at, *_) in zip(names, tensors, strict=True)]

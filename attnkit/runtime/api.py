@@ -15,7 +15,7 @@ from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
 from attnkit.util.arguments import AuxOutput, AuxRequest, check_surroundings, refuse_script
-from attnkit.util.torch_private import in_autocast, in_plain_surroundings
+from attnkit.util.torch_private import in_autocast
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -186,8 +186,6 @@ def flex_attention(
 
         sink = sink_of(normalization, sink, query)
     compiling = torch.compiler.is_compiling()  # or exporting
-    if not compiling and not in_plain_surroundings():
-        check_surroundings()
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
             query,
@@ -205,6 +203,7 @@ def flex_attention(
         if relaunched is not None:
             return relaunched
     if not compiling:
+        check_surroundings()
         raise_if_stale()
     if compiling or in_autocast():
         query, key, value = under_autocast(query, key, value)

@@ -13,7 +13,7 @@ from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
 from attnkit.runtime.call import AttentionCall, CallSettings
-from attnkit.runtime.prepared_call import ForwardResult, PreparedCall
+from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.schedule import plan as plans
 from attnkit.schedule.plan import Plan
@@ -22,6 +22,7 @@ from attnkit.sparsity.block_runs import BLOCK, FULL, PARTIAL
 from attnkit.splice import (
     Attention,
     Captured,
+    ForwardOutputs,
     KernelCall,
     forward_checks,
     prepare_forward,
@@ -188,7 +189,7 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
-    ) -> ForwardResult:
+    ) -> ForwardOutputs:
         with torch.autocast(query.device.type, enabled=False):
             mask, allowed = bound.mask, _allowed(bound, query, key)
             if allowed is not None:

@@ -9,13 +9,8 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from attnkit.runtime.data_guard import DataGuard
-from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
+from attnkit.splice import Attention, BackwardInputs, KernelCall
 
-# Out, LSE, the row maxima or None, the entropies of the rows or None.
-ForwardResult: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-# Function that relaunches a forward on query, key, value, captured tensors and scale. It returns
-# None, without side effects, if a relaunch is impossible.
-Relaunch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Captured, float], ForwardResult | None]
 # Function that relaunches a backward on query, key, value, out, gradient of out, LSE, captured
 # tensors, and the gradient of the LSE if there is one. It returns the gradients of query, key and
 # value, and the float32 gradients that the score's tensors need. It returns None, without side

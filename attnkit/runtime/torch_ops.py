@@ -18,14 +18,16 @@ from torch.autograd import forward_ad
 
 from attnkit.errors import UnsupportedError
 from attnkit.runtime.data_guard import raise_if_stale
-from attnkit.runtime.prepared_call import ForwardResult, PreparedCall, Relaunch
+from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from attnkit.splice import (
     BackwardInputs,
     Captured,
     ForwardInputs,
+    ForwardOutputs,
     KernelCall,
     Program,
+    RepeatedForward,
     backward_replay,
     compute_dtype,
     prepare_forward,
@@ -104,7 +106,7 @@ def kernel_call_of(
     return KernelCall(template, Program.parse(program), pack(runs, layout), *needed)
 
 
-def without_none(results: ForwardResult) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def without_none(results: ForwardOutputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return results of a forward with an empty tensor for None, which no operator can return."""
     out, lse, top, entropy = results
     none = lse.new_empty(0)
@@ -206,7 +208,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         prepared: PreparedCall,
-        relaunch: Relaunch | None,
+        relaunch: RepeatedForward | None,
         scale: float,
         masks: Sequence[Tensor],
         all_outputs: bool,
@@ -214,7 +216,7 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         *scores: Tensor,
-    ) -> Tensor | ForwardResult:
+    ) -> Tensor | ForwardOutputs:
         captured = Captured(scores, masks) if scores or masks else NO_TENSORS
         result = None if relaunch is None else relaunch(query, key, value, captured, scale)
         if result is None:
@@ -327,7 +329,7 @@ def _backward_of(
     return dquery, dkey, dvalue, *dcaptured
 
 
-def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
+def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardOutputs:
     """Run a prepared call with autograd support; return out, LSE, row maxima and entropies.
 
     Autograd can differentiate out, LSE and entropies in query, key, value and the score's captured
@@ -373,7 +375,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardResult:
             prepared.attention = prepare_forward(prepared.kernel_call, inputs)
     if is_recorded((query, key, value, *scores)):
         _refuse_inference_tensors((query, key, value, *scores, *masks))
-        result: ForwardResult = record(
+        result: ForwardOutputs = record(
             prepared, None, scale, masks, True, query, key, value, *scores
         )
         return result

@@ -13,7 +13,14 @@ from attnkit.splice.dispatch import (
     run_backward,
     run_forward,
 )
-from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
+from attnkit.splice.kernel_call import (
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    ForwardOutputs,
+    KernelCall,
+    RepeatedForward,
+)
 from attnkit.splice.program import Program, compute_dtype
 
 __all__ = [
@@ -21,8 +28,10 @@ __all__ = [
     "BackwardInputs",
     "Captured",
     "ForwardInputs",
+    "ForwardOutputs",
     "KernelCall",
     "Program",
+    "RepeatedForward",
     "backward_replay",
     "compute_dtype",
     "forward_checks",

@@ -16,10 +16,17 @@ from torch import Tensor
 from attnkit.codegen.distance_tables import distance_tables
 from attnkit.splice.captured_arguments import on_device
 from attnkit.splice.distance_values import DistanceValues, Memo, watched_slots
-from attnkit.splice.forward_call import ForwardCall, ForwardOutputs, RepeatedForward
+from attnkit.splice.forward_call import ForwardCall
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kept_distances import CallSizes, kept_distances
-from attnkit.splice.kernel_call import BackwardInputs, Captured, ForwardInputs, KernelCall
+from attnkit.splice.kernel_call import (
+    BackwardInputs,
+    Captured,
+    ForwardInputs,
+    ForwardOutputs,
+    KernelCall,
+    RepeatedForward,
+)
 from attnkit.splice.program import Program
 from attnkit.splice.runs_cache import wait_for_tables
 from attnkit.splice.sink_gradient import RepeatedBackward
@@ -187,11 +194,16 @@ class DistanceForward:
             return None
 
         def run(
-            query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            captured: Captured,
+            scale: float,
+            keeps_lse: bool = True,
         ) -> ForwardOutputs | None:
             if is_capturing(query.device):  # then no kernel is relaunched
                 return None
-            return again(query, key, value, self._own(captured), scale)
+            return again(query, key, value, self._own(captured), scale, keeps_lse)
 
         return run
 

@@ -20,7 +20,10 @@ def fit(query: Tensor, key: Tensor, learned: Sequence[Tensor]) -> bool:
     """Return whether exact sums for the gradients of `learned` cannot overflow and fit in memory.
 
     The limit is 64 MiB, or twice the bytes of a float32 gradient of `query` if that is more.
+    Without learned tensors there are no sums.
     """
+    if not learned:
+        return True
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     size = 8 * BINS * sum(t.numel() for t in learned)
     return scores <= _MAX_TERMS and size <= max(_FREE_BYTES, 8 * query.numel())

@@ -5,6 +5,7 @@ No function here synchronizes with the GPU. All of them may run during CUDA grap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -25,7 +26,7 @@ from attnkit.splice.captured_arguments import (
 from attnkit.splice.counters import zero_counters
 from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
-from attnkit.splice.kernel_call import Captured
+from attnkit.splice.kernel_call import Captured, ForwardOutputs, RepeatedForward
 from attnkit.splice.tma import loadable
 from attnkit.util.torch_private import (
     device_index,
@@ -34,18 +35,12 @@ from attnkit.util.torch_private import (
     stream_of,
 )
 
-# Out, LSE, row maxima or None, entropies of the rows or None.
-ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # Function that runs a kernel: (source, arguments, indices of outputs, indices of arguments that
 # change from call to call) -> a function that relaunches the kernel, or None.
 Runner: TypeAlias = Callable[
     [Source, Sequence[object], tuple[int, ...], Sequence[int]], Relaunch | None
 ]
-# Function that relaunches a `ForwardCall`. It returns None, without side effects, if it cannot.
-RepeatedForward: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Captured, float], ForwardOutputs | None
-]
-
+_SMALL = 1 << 18  # rows whose LSE a relaunch may keep for itself: 1 MiB a stream
 _OUTPUTS = (3, 4, 5)
 _TENSORS = (0, 1, 2, 3, 4, 5)  # query, key, value, output, LSE, row maxima
 COUNTER, _PARTS, _CAPTURED = 9, (10, 11), 12
@@ -217,57 +212,44 @@ def repeated_forward(
         effects, if another device is current, if a CUDA graph is being captured, or if TMA cannot
         read an address.
     """
+    if call.combine is None and call.statistics is None:
+        return _repeated_alone(call, captured, main)
     make = fast_empty_strided(call.device)
     shape, strides, dtype = call.shape, call.strides, call.dtype
     row_shape, row_strides = shape[:3], _compact(shape[:3])
     parts = [(s, _compact(s)) for s in call.parts] if combine is not None else []
     has_sink = call.combine is not None and call.combine.sink is not None
     sinks = slice(-1, None) if has_sink else slice(0)
-    device, index = call.device, call.device.index
     statistics = call.statistics
     statistics_strides = _compact(statistics or ())
-    slots = [
-        (a.graph, a.slot, captured[a.graph][a.slot].device == device)
-        for a in call.captured
-        if isinstance(a, CapturedSlot)
-    ]
-    on_gpu = device.type == "cuda"
-    counters: dict[int, tuple[int, Tensor]] = {}  # stream -> address and tensor
+    find_stream, read = _stream_finder(call), _address_reader(call, captured)
 
     def run(
-        query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captured: Captured,
+        scale: float,
+        keeps_lse: bool = True,
     ) -> ForwardOutputs | None:
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if on_gpu:
-            if device_index() != index or is_stream_capturing():
-                return None
-            stream = stream_of(index)
-        else:
-            stream = get_ident()  # what a thread launches on the CPU runs in order
-        if (q | k | v) & 15:
+        found = None if (q | k | v) & 15 else find_stream()
+        if found is None:
             return None
-        counter = counters.get(stream)
-        if counter is None:
-            zero = zero_counters(device, False)
-            counter = counters[stream] = zero.data_ptr(), zero
+        stream, counter = found
         out = make(shape, strides, dtype)
         lse = make(row_shape, row_strides, torch.float32)
         written = None
         if statistics is not None:
             written = make(statistics, statistics_strides, torch.float32)
         o, l = out.data_ptr(), lse.data_ptr()
-        addresses = [q, k, v, o, l, l if written is None else written.data_ptr(), counter[0]]
+        addresses = [q, k, v, o, l, l if written is None else written.data_ptr(), counter]
         if combine is not None:
             split = [make(s, t, torch.float32) for s, t in parts]
             addresses += [t.data_ptr() for t in split]
-        copies: list[Tensor] = []  # kept alive until the launch
-        for graph, slot, near in slots:
-            t = captured[graph][slot]
-            if not near:
-                t = readable(t, device)
-                copies.append(t)
-            addresses.append(t.data_ptr())
+        copies = read(captured, addresses)  # kept alive until the launch
         main(stream, addresses, (scale,))
+        del copies
         if combine is not None:
             combine(stream, [*addresses[7:9], o, l, *addresses[sinks]])
         if written is None:
@@ -275,6 +257,102 @@ def repeated_forward(
         return out, lse, *call.split_statistics(written)
 
     return run
+
+
+def _repeated_alone(call: ForwardCall, captured: Captured, main: Relaunch) -> RepeatedForward:
+    """Build the function of `repeated_forward` for one kernel that writes only output and LSE.
+
+    Most calls are of this kind, so that this function does nothing that they do not need.
+    """
+    make = fast_empty_strided(call.device)
+    shape, strides, dtype, rows = call.shape, call.strides, call.dtype, call.shape[:3]
+    row_strides, single = _compact(rows), torch.float32
+    find_stream, read = _stream_finder(call), _address_reader(call, captured)
+    reads, few = bool(call.captured), math.prod(rows) <= _SMALL
+    kept: dict[int, Tensor] = {}  # stream -> LSE of calls that do not return it
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captured: Captured,
+        scale: float,
+        keeps_lse: bool = True,
+    ) -> ForwardOutputs | None:
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        found = None if (q | k | v) & 15 else find_stream()
+        if found is None:
+            return None
+        stream, counter = found
+        if keeps_lse or not few:
+            lse = make(rows, row_strides, single)
+        else:  # kernels of one stream run in order, so that they can share it
+            lse = kept.get(stream)  # type: ignore[assignment]
+            if lse is None:
+                lse = kept[stream] = make(rows, row_strides, single)
+        out, l = make(shape, strides, dtype), lse.data_ptr()
+        addresses = [q, k, v, out.data_ptr(), l, l, counter]
+        copies = read(captured, addresses) if reads else None  # kept alive until the launch
+        main(stream, addresses, (scale,))
+        del copies
+        return out, lse, None, None
+
+    return run
+
+
+def _stream_finder(call: ForwardCall) -> Callable[[], tuple[int, int] | None]:
+    """Return a function that finds (the current stream, the address of its tile counter).
+
+    It returns None if another device is current or a CUDA graph is being captured.
+    """
+    device, index, on_gpu = call.device, call.device.index, call.device.type == "cuda"
+    counters: dict[int, tuple[tuple[int, int], Tensor]] = {}
+
+    def find() -> tuple[int, int] | None:
+        if on_gpu:
+            if device_index() != index or is_stream_capturing():
+                return None
+            stream = stream_of(index)
+        else:
+            stream = get_ident()  # what a thread launches on the CPU runs in order
+        known = counters.get(stream)
+        if known is None:
+            zero = zero_counters(device, False)
+            known = counters[stream] = (stream, zero.data_ptr()), zero
+        return known[0]
+
+    return find
+
+
+def _address_reader(
+    call: ForwardCall, captured: Captured
+) -> Callable[[Captured, list[int]], list[Tensor]]:
+    """Return a function that appends the addresses of the captured tensors to a list.
+
+    It returns the copies of those on other devices, which the caller keeps until the launch.
+
+    Args:
+        call: a call that has run.
+        captured: the captured tensors of that run.
+    """
+    device = call.device
+    slots = [
+        (a.graph, a.slot, captured[a.graph][a.slot].device == device)
+        for a in call.captured
+        if isinstance(a, CapturedSlot)
+    ]
+
+    def read(captured: Captured, addresses: list[int]) -> list[Tensor]:
+        copies: list[Tensor] = []
+        for graph, slot, near in slots:
+            t = captured[graph][slot]
+            if not near:
+                t = readable(t, device)
+                copies.append(t)
+            addresses.append(t.data_ptr())
+        return copies
+
+    return read
 
 
 def _compact(shape: Sequence[int]) -> tuple[int, ...]:

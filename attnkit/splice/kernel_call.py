@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from attnkit.schedule.targets import TemplateSpec
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.data_check import DataCheck
 from attnkit.splice.program import Program
+
+# Out, LSE, row maxima or None, entropies of the rows or None.
+ForwardOutputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,27 @@ class Captured(NamedTuple):
 
     scores: Sequence[Tensor]
     masks: Sequence[Tensor]
+
+
+class RepeatedForward(Protocol):
+    """Function that relaunches a forward that has run."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captured: Captured,
+        scale: float,
+        keeps_lse: bool = True,
+    ) -> ForwardOutputs | None:
+        """Relaunch the kernels; return None, without side effects, if that is impossible.
+
+        Args:
+            query, key, value, captured, scale: as in `ForwardInputs`.
+            keeps_lse: False if the caller does not use the returned LSE, which the next call may
+                then overwrite. That saves an allocation.
+        """
 
 
 @dataclass(frozen=True, eq=False)

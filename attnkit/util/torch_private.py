@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "PLAIN",
+    "SDPA",
     "DisableTorchFunction",
     "EmptyStrided",
     "HigherOrderOperator",
@@ -43,7 +44,6 @@ __all__ = [
     "in_context_parallel",
     "in_forward_ad",
     "in_jit_trace",
-    "in_plain_surroundings",
     "is_batched",
     "is_fake",
     "is_functional",
@@ -127,7 +127,8 @@ def in_batched_gradients() -> bool:
     return bool(_C._dispatch_tls_is_dispatch_key_included(_OLD_VMAP))
 
 
-_SDPA = neural_functions.scaled_dot_product_attention
+# Torch's own function: `context_parallel` replaces the attribute of torch.nn.functional.
+SDPA = neural_functions.scaled_dot_product_attention
 _tracing_state: Callable[[], Any] = _C._get_tracing_state
 _functional: Any = torch.nn.functional
 # The module of context parallelism, in the versions of torch that have it.
@@ -143,15 +144,10 @@ def in_context_parallel() -> bool:
     It replaces `scaled_dot_product_attention`, and nothing else tells that it is active.
     """
     current = _functional.scaled_dot_product_attention
-    if current is _SDPA:
+    if current is SDPA:
         return False
     modules = (sys.modules.get(name) for name in _CONTEXT_PARALLEL)
     return any(current in getattr(m, "_replaced_functions", ()) for m in modules)
-
-
-def in_plain_surroundings() -> bool:
-    """Return False if `in_jit_trace` or `in_context_parallel` may hold; costs 0.1 microseconds."""
-    return _tracing_state() is None and _functional.scaled_dot_product_attention is _SDPA
 
 
 def in_forward_ad() -> bool:

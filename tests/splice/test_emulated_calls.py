@@ -132,6 +132,19 @@ def test_counters_that_are_not_zero_are_noticed(paths: Paths, calls: int) -> Non
     check(inputs())
 
 
+def test_calls_without_an_lse_leave_that_of_others(paths: Paths) -> None:
+    """The memory of an LSE that no caller asked for is used again, that of a returned one is not."""
+    first, second = inputs(), inputs()
+    for qkv in (first, second):
+        flex_attention(*qkv, None, CAUSAL, backend="emulate")
+    _, lse = flex_attention(*first, None, CAUSAL, return_lse=True, backend="emulate")
+    before = lse.clone()
+    for qkv in (second, first, second):
+        flex_attention(*qkv, None, CAUSAL, backend="emulate")
+    assert torch.equal(lse, before)
+    assert paths.relaunches == 5
+
+
 def test_a_relaunch_runs_as_its_session_says(paths: Paths) -> None:
     for mode in ("eager", "adversarial", "race"):
         with emulation.session(mode=mode) as session:

@@ -98,3 +98,8 @@ def test_a_bin_holds_as_many_of_the_largest_as_are_allowed() -> None:
 def test_which_sums_fit_the_bins(batch: int, length: int, numel: int, fits: bool) -> None:
     query = torch.empty(batch, 16, length, 128, device="meta")
     assert fit(query, query, [torch.empty(numel, device="meta")]) is fits
+
+
+def test_calls_without_learned_tensors_fit_at_any_length() -> None:
+    query = torch.empty(1, 16, 1 << 20, 128, device="meta")
+    assert fit(query, query, [])

@@ -19,22 +19,24 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnkit.runtime import torch_ops
 from attnkit.runtime.bind import is_flex
 from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.data_guard import raise_if_stale
-from attnkit.runtime.prepared_call import PreparedCall, Relaunch
+from attnkit.runtime.prepared_call import PreparedCall
 from attnkit.runtime.reuse.call_cache import CallKey
 from attnkit.runtime.reuse.entries import Entries
 from attnkit.sparsity.block_mask import BlockMask
-from attnkit.splice import Captured
+from attnkit.splice import Captured, RepeatedForward
 from attnkit.splice.fingerprint_check import stale_report
 from attnkit.tracing.guards import GuardedFunction, guarded_function
 from attnkit.tracing.identity_guards import READ_ERRORS
 from attnkit.util import caches
 from attnkit.util.data_state import DataState, setting
 from attnkit.util.torch_private import (
+    SDPA,
     deterministic_enabled,
     function_mode_count,
     grad_enabled,
@@ -92,7 +94,7 @@ class _Entry:
     data: tuple[tuple[int, DataState], ...]
     default_scale: float
     prepared: PreparedCall
-    relaunch: Relaunch | None
+    relaunch: RepeatedForward | None
     recorded: bool
 
 
@@ -197,8 +199,8 @@ def try_fast_path(
         bucket = _buckets.get((id(score_mod), id(block_mask), query.numel(), key.numel()))
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or their sizes are symbols
         return None
-    if bucket is None or in_forward_ad():
-        return None
+    if bucket is None or in_forward_ad() or functional.scaled_dot_product_attention is not SDPA:
+        return None  # the slow path refuses calls inside `context_parallel`
     captured = bucket.captured(score_mod, block_mask) if bucket.capturing else _NOTHING
     if captured is None:
         return None
@@ -239,7 +241,7 @@ def try_fast_path(
         )
         return recorded[:2] if return_lse else recorded  # type: ignore[no-any-return]
     tensors = Captured(scores, masks) if scores or masks else torch_ops.NO_TENSORS
-    result = None if relaunch is None else relaunch(query, key, value, tensors, scale)
+    result = None if relaunch is None else relaunch(query, key, value, tensors, scale, return_lse)
     if result is None:
         assert prepared.attention is not None
         result = prepared.attention(query, key, value, tensors, scale)
