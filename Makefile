@@ -1,6 +1,6 @@
 # `make demo` and `make test` work from a fresh clone: the first run sets up .venv, a few minutes.
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to pytest, the demo or the benchmarks),
-# N (calls of `make misuse`; 10000), HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
+# N (calls of `make misuse`; 10000), TORCH (version for `make try-wheel`), HYPOTHESIS_PROFILE (ci, dev or thorough, see tests/conftest.py).
 # On Linux the default torch wheel brings CUDA's libraries; pip's own settings (PIP_INDEX_URL,
 # PIP_FIND_LINKS) choose another, such as PyTorch's CPU-only build.
 
@@ -20,7 +20,7 @@ MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz misuse lint format docs bench \
-    clean distclean
+    wheel try-wheel hub clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -97,6 +97,24 @@ docs: $(STAMP)  ## build the documentation into site/; a warning is an error
 
 bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build --target wheel --directory dist
+
+# The environment has what the wheel asks for, at the versions of constraints.txt, and nothing else.
+try-wheel: wheel  ## install the wheel into a fresh environment and try it; TORCH=2.13.0
+	rm -rf build/try-wheel
+	$(PYTHON) -m venv build/try-wheel
+	grep -v '^torch==' constraints.txt > build/try-wheel/constraints.txt
+	echo "torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))" \
+	    >> build/try-wheel/constraints.txt
+	build/try-wheel/bin/python -m pip --disable-pip-version-check --quiet install \
+	    --constraint build/try-wheel/constraints.txt "$$(ls dist/*.whl)[check]"
+	cd build/try-wheel && bin/python -I $(CURDIR)/tests/package/smoke.py
+
+hub: wheel  ## write the folder of a Hugging Face kernel into build/hub
+	$(BIN)/python hub/write.py dist/*.whl build/hub
 
 clean:  ## remove build outputs and caches
 	rm -rf build dist out site .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -9,6 +9,7 @@ torch.Size([1, 2, 256, 16])
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from attnkit.errors import (
@@ -31,6 +32,7 @@ from attnkit.tracing.axes import Axes
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
 from attnkit.tracing.pickling import picklable
 from attnkit.tracing.score_mod import ScoreMod
+from attnkit.util import environment
 from attnkit.util.arguments import AuxOutput, AuxRequest, FlexKernelOptions
 from attnkit.util.caches import clear_all as clear_caches
 from attnkit.util.data_state import invalidate, trust_version_counters
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from attnkit.sparsity.intervals.normal_form import intervals
 
 __version__ = "0.1.0"
+
+# A library leaves it to the program what is logged where; ATTNKIT_LOG shows it without code.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+if environment.read("ATTNKIT_LOG"):
+    importlib.import_module("attnkit.util.log").to_stderr()
 
 __all__ = [
     "ArgumentError",

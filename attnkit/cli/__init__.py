@@ -15,17 +15,26 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import attnkit
-from attnkit.cli import check, compile, doctor, emulate, explain, show
+from attnkit.cli import bench, check, compile, doctor, emulate, explain, show
 from attnkit.cli.arguments import MISUSED
 from attnkit.errors import AttnkitError
 
-COMMANDS: tuple[ModuleType, ...] = (show, explain, check, doctor, emulate, compile)
+COMMANDS: tuple[ModuleType, ...] = (
+    show,
+    explain,
+    check,
+    bench,
+    doctor,
+    emulate,
+    compile,
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line, with a subparser for each command."""
     whole = argparse.ArgumentParser(
-        prog="attnkit", description="Custom attention: explain, draw, check and compile variants."
+        prog="attnkit",
+        description="Custom attention: explain, draw, check, time and compile variants.",
     )
     whole.add_argument("--version", action="version", version=f"attnkit {attnkit.__version__}")
     subparsers = whole.add_subparsers(metavar="command", required=True)

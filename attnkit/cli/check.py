@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from attnkit.cli.arguments import (
     DTYPE_NAMES,
@@ -17,6 +15,7 @@ from attnkit.cli.arguments import (
     size,
     size_or_range,
 )
+from attnkit.util.status_line import StatusLine
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -62,39 +61,23 @@ def run(options: argparse.Namespace) -> int:
     """Check the variant that the options name, print the report, and return the exit status."""
     from attnkit.testing import CheckError, check_variant, load
 
-    with _Progress(sys.stderr) as progress:
-        try:
-            report = check_variant(
-                load(options.target, options.mask),
-                q_len=options.q_len,
-                kv_len=options.kv_len,
-                heads=options.heads,
-                batch=options.batch,
-                dtype=options.dtype,
-                examples=options.examples,
-                seed=options.seed,
-                device=options.device,
-                progress=progress,
-            )
-        except CheckError as error:
-            report = error.report
+    line = StatusLine()
+    try:
+        report = check_variant(
+            load(options.target, options.mask),
+            q_len=options.q_len,
+            kv_len=options.kv_len,
+            heads=options.heads,
+            batch=options.batch,
+            dtype=options.dtype,
+            examples=options.examples,
+            seed=options.seed,
+            device=options.device,
+            progress=lambda done, total: line.show(f"{done} of {total} calls"),
+        )
+    except CheckError as error:
+        report = error.report
+    finally:
+        line.clear()
     print(report)
     return OK if report.ok else FAILED
-
-
-class _Progress:
-    """Shows progress as a line on a terminal, and nothing elsewhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream if stream.isatty() else None
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        return self._show
-
-    def _show(self, done: int, total: int) -> None:
-        if self._stream is not None:
-            print(f"\r{done} of {total} calls", end="", file=self._stream, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
-            print("\r\033[K", end="", file=self._stream, flush=True)

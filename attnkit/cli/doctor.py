@@ -20,6 +20,7 @@ from attnkit.cli.arguments import FAILED, OK
 from attnkit.errors import AttnkitError
 from attnkit.schedule.plan import BACKENDS, Call, choose
 from attnkit.schedule.targets import TARGETS
+from attnkit.util import environment
 
 if TYPE_CHECKING:
     from attnkit.cli.arguments import Subparsers
@@ -35,17 +36,17 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         mark = "ok" if self.present else "--"
-        return f"{mark}  {self.name:24}{self.state}" + (f": {self.todo}" if self.todo else "")
+        return f"{mark}  {self.name:26}{self.state}" + (f": {self.todo}" if self.todo else "")
 
 
 def register(subparsers: Subparsers) -> None:
     """Add the parser of `attnkit doctor`."""
     parser = subparsers.add_parser("doctor", help="what this machine can run and why not the rest")
     parser.description = (
-        "Look at the packages, the device, the compiler and the cache folder, and say for each "
-        "backend whether it can run here. Computes nothing; the exit status is 0. With --security, "
-        "say who may write the code that attnkit loads; the exit status is 1 if that is anybody "
-        "but you, root and the owner of a shared cache."
+        "Look at the packages, the device, the compiler, the cache folder and the environment "
+        "variables, and say for each backend whether it can run here. Computes nothing; the exit "
+        "status is 0. With --security, say who may write the code that attnkit loads; the exit "
+        "status is 1 if that is anybody but you, root and the owner of a shared cache."
     )
     parser.add_argument(
         "--security",
@@ -70,7 +71,8 @@ def findings() -> Iterator[Finding]:
     for look in (_cuda, _dsl, _compiler, _cache):
         yield look()
     yield _package("matplotlib", "plot", "pictures in files")
-    yield _package("hypothesis", "test", "`attnkit check`")
+    yield _package("hypothesis", "check", "`attnkit check`")
+    yield from _variables()
     for target in TARGETS:
         yield Finding(True, f"kernels {target.arch}", f"{target.card}, {target.standing}")
     yield from _backends()
@@ -252,6 +254,14 @@ def _package(name: str, extra: str, purpose: str) -> Finding:
         return Finding(
             False, name, "not installed", f"for {purpose} `pip install 'attnkit[{extra}]'`"
         )
+
+
+def _variables() -> Iterator[Finding]:
+    """Yield a finding for each environment variable that attnkit reads: its value and meaning."""
+    for variable in environment.VARIABLES:
+        value = environment.current_value(variable)
+        state = repr(value) if value else f"not set (default: {variable.default})"
+        yield Finding(True, variable.name, f"{state}; {variable.meaning}".replace("`", ""))
 
 
 def _backends() -> Iterator[Finding]:

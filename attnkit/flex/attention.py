@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,11 +19,78 @@ from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from attnkit.util.arguments import CallOptions
+
 _PARTS = flex_parts()
 
 _whole: VersionedCache[bool] = VersionedCache(8)  # results of `_keeps_its_block`
 
 
+# What a call returns, for type checkers: by the literal values of return_lse and return_aux.
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: FlexKernelOptions | None = None,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | Tensor | None,
+    enable_gqa: bool,
+    return_lse: Literal[True],
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -35,7 +102,21 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: FlexKernelOptions | None = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | attnkit.AuxRequest | None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | attnkit.AuxOutput]: ...
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | attnkit.AuxRequest | None = None,
     **options: Any,
 ) -> Any:
     """Compute attention as PyTorch's function does, without torch.compile, forward and backward.

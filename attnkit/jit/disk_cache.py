@@ -30,6 +30,7 @@ from pathlib import Path
 
 from attnkit.errors import OptionError
 from attnkit.jit import trusted_files
+from attnkit.util import environment
 
 try:
     import fcntl
@@ -75,7 +76,7 @@ def shared_folder() -> Path | None:
 
 def _named_folder(variable: str) -> Path | None:
     """Return the folder that an environment variable names; None if it is not set."""
-    named = os.environ.get(variable)
+    named = environment.read(variable)
     if not named:
         return None
     try:
@@ -91,7 +92,7 @@ def _home_folder() -> Path | None:
     if sys.platform == "darwin":
         base = Path("~/Library/Caches")
     else:
-        named = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        named = Path(environment.read("XDG_CACHE_HOME") or "~/.cache")
         # The XDG specification requires that relative paths are ignored.
         base = named if named.is_absolute() else Path("~/.cache")
     try:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from attnkit.errors import UnsupportedError
+from attnkit.util import environment
 
 _PACKAGE = "nvidia_cutlass_dsl"
 _LIBRARY = "libcute_dsl_runtime.so"
@@ -49,7 +50,7 @@ def library() -> Path:
     Raises:
         UnsupportedError: the library is missing.
     """
-    named = [Path(p) for p in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if p]
+    named = [Path(p) for p in environment.read("CUTE_DSL_LIBS").split(os.pathsep) if p]
     inside = [folder() / part / _LIBRARY for part in ("lib", "cu12/lib", "cu13/lib")]
     for path in (*(p for p in named if p.name == _LIBRARY), *inside):
         if path.is_file():
@@ -91,7 +92,5 @@ def identity() -> str:
 
 def settings() -> str:
     """Return the DSL's environment variables that may change code, as "NAME=value ..."."""
-    names = sorted(
-        k for k in os.environ if k.startswith("CUTE_DSL_") and not k.startswith(_NEUTRAL)
-    )
-    return " ".join(f"{name}={os.environ[name]}" for name in names)
+    found = environment.read_prefixed("CUTE_DSL_")
+    return " ".join(f"{k}={value}" for k, value in found.items() if not k.startswith(_NEUTRAL))

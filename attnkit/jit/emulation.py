@@ -10,7 +10,6 @@ cheaply. `emulator_runs` imports the emulator and runs kernels in it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attnkit.errors import OptionError, UnsupportedError
+from attnkit.util import environment
 
 if TYPE_CHECKING:
     from attnkit import emulator
@@ -148,7 +148,7 @@ def limit() -> float:
     Raises:
         OptionError: ATTNKIT_EMULATE_MINUTES is not a positive number.
     """
-    text = os.environ.get(LIMIT_VARIABLE, "")
+    text = environment.read(LIMIT_VARIABLE)
     try:
         minutes = float(text) if text else MINUTES
     except ValueError:
@@ -166,7 +166,7 @@ def with_lines() -> bool:
     Raises:
         OptionError: ATTNKIT_EMULATE_LINES is not 0 or 1.
     """
-    text = os.environ.get(LINES_VARIABLE, "1")
+    text = environment.read(LINES_VARIABLE) or "1"
     if text not in ("0", "1"):
         raise OptionError(f"{LINES_VARIABLE}={text!r}: expected 0 or 1")
     return text == "1"

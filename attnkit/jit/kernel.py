@@ -11,15 +11,18 @@ device loads it there. Before a kernel is captured in a CUDA graph, call it once
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +52,8 @@ __all__ = [
     "requested_sources",
     "runs_on",
 ]
+
+_log = logging.getLogger("attnkit.jit")
 
 # Folders whose files are not part of a kernel's key, because their decisions are already part of
 # `Source.key` or are passed at run time. Every other file of the package is part of the key,
@@ -203,6 +208,7 @@ _kernels: dict[Source, CompiledKernel] = {}
 _requested: ContextVar[list[Source] | None] = ContextVar("requested kernel sources", default=None)
 _lock = caches.fork_safe_lock()  # held while a kernel is compiled
 _table_lock = caches.fork_safe_lock()
+_numbers = count(1)  # of the kernels that this process compiles
 
 
 def _forget_kernels() -> None:
@@ -270,6 +276,8 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
             if compiled is None:
                 compiled = CompiledKernel(_artifact(source), source.name)
                 _store_kernel(source, compiled)
+    elif _log.isEnabledFor(logging.DEBUG):
+        _log.debug("kernel %s for %s is in memory", source.name, source.arch)
     if requested is not None and source not in requested:
         requested.append(source)
     return compiled
@@ -277,21 +285,45 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
 
 def _artifact(source: Source) -> Artifact:
     """Return the artifact of `source` from disk; compile it and write it to disk on a miss."""
+    start = time.perf_counter()
     disk, key = KernelCache(), full_key(source)
     if artifact := _stored_artifact(disk, key):
+        _log_load(source, disk, start)
         return artifact
     # A kernel from the disk does not need these modules.
     from attnkit.jit.build import compile_source
     from attnkit.jit.held_signals import held_signals
+    from attnkit.util.status_line import elapsed
 
     with disk.lock(key):
         # Another process may have compiled the kernel in the meantime.
         if artifact := _stored_artifact(disk, key):
+            _log_load(source, disk, start)
             return artifact
-        with held_signals():
+        what = f"compiling kernel {next(_numbers)}: {source.name} for {source.arch}"
+        with elapsed(what), held_signals():
+            start = time.perf_counter()
             artifact = compile_source(source)
-            disk.put(key, artifact.dump())
+            kept = disk.put(key, artifact.dump())
+    _log.info(
+        "compiled kernel %s for %s in %.1f s, %s",
+        source.name,
+        source.arch,
+        time.perf_counter() - start,
+        f"kept in {disk.folder}" if kept else "kept in this process only",
+    )
     return artifact
+
+
+def _log_load(source: Source, disk: KernelCache, start: float) -> None:
+    """Log that a kernel came from the disk cache, and how long that took since `start`."""
+    _log.debug(
+        "loaded kernel %s for %s from %s in %.1f ms",
+        source.name,
+        source.arch,
+        disk.folder,
+        1e3 * (time.perf_counter() - start),
+    )
 
 
 def _stored_artifact(disk: KernelCache, key: str) -> Artifact | None:

@@ -20,7 +20,7 @@ from attnkit.errors import LaunchError
 from attnkit.jit.abi import Signature
 from attnkit.jit.dsl_runtime import error_name, library, runtime
 from attnkit.jit.scratch import places, scratch_folder, warn_once, write_file
-from attnkit.util import caches
+from attnkit.util import caches, environment
 
 PREFIX = "attnkit"  # prefix of the exported symbols
 _LINKER_ROOM = 2**20  # bytes for temporary files of the linker itself
@@ -74,7 +74,7 @@ def _c_compiler() -> str | None:
     The emulator searches in the same order. The code is repeated here so that the emulator need not
     be imported.
     """
-    named = os.environ.get("CC", "").split()
+    named = environment.read("CC").split()
     return next(filter(None, map(shutil.which, (*named[:1], "cc", "gcc", "clang"))), None)
 
 

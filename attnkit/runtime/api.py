@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,12 +14,94 @@ from attnkit.runtime.call import AttentionCall, under_autocast
 from attnkit.runtime.compile import symbolic
 from attnkit.runtime.data_guard import raise_if_stale
 from attnkit.runtime.prepare import prepare
-from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
+from attnkit.util.arguments import AuxOutput, AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from attnkit.util.arguments import CallOptions
+
+_log = logging.getLogger("attnkit.runtime")
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
 
 
+# What a call returns, for type checkers: by the literal values of return_lse and return_aux.
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -147,6 +230,8 @@ def flex_attention(
     prepared = reuse.lookup(call_key)
     if call_key is None or prepared is None:
         return _first_call(call)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("reused the preparation of an earlier call, %s", call.described())
     result = torch_ops.run(prepared, call.inputs(call_key.captured))
     if return_aux is None and (scale is None or scale > 0):
         reuse.remember(call, call_key, prepared)
@@ -164,4 +249,9 @@ def _first_call(call: AttentionCall) -> Any:
     call_key = None if prepared.is_dense else reuse.key_of(call)
     if call_key is not None and call_key.fits(prepared, captured):
         reuse.store(call_key, prepared)
+    elif not prepared.is_dense and _log.isEnabledFor(logging.INFO):
+        from attnkit.util.log import once  # which is needed only here
+
+        why = reuse.reason_without_key(call)
+        once(_log, f"a call is prepared again each time, {call.described()}: {why}")
     return call.results(*result)

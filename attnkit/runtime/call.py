@@ -79,6 +79,19 @@ class AttentionCall:
         """Return whether the caller or a setting of torch requires a deterministic backward."""
         return self.deterministic or torch.are_deterministic_algorithms_enabled()
 
+    def described(self) -> str:
+        """Return what the log calls this call: shapes, dtype, device and functions."""
+        shapes = {n: list(getattr(self, n).shape) for n in ("query", "key", "value")}
+        if shapes["value"] == shapes["key"]:
+            del shapes["value"]
+        parts = [f"{name} {shape}" for name, shape in shapes.items()]
+        parts.append(f"{str(self.query.dtype).removeprefix('torch.')} on {self.query.device}")
+        for name, function in (("score_mod", self.score_mod), ("mask", self.block_mask)):
+            if function is not None:
+                shown = getattr(function, "label", None) or getattr(function, "__name__", None)
+                parts.append(f"{name} {shown or type(function).__name__}")
+        return ", ".join(parts)
+
     def inputs(self, captured: Captured) -> ForwardInputs:
         """Build the `ForwardInputs` of the call from its tensors, its scale and `captured`.
 

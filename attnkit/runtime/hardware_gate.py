@@ -9,6 +9,7 @@ to a busy GPU, so its verdict applies to this process only.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -21,6 +22,10 @@ import torch
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
+from attnkit.util.package import FOLDER
+from attnkit.util.status_line import elapsed
+
+_log = logging.getLogger("attnkit.runtime")
 
 # Time limit of the whole self-check in seconds, compilation included. The time that a process waits
 # for the self-check of another process counts too.
@@ -75,7 +80,16 @@ def _cached_verdict(target: Target, device: torch.device) -> Verdict:
         stored = cache.get(key)
         if stored is not None:
             return Verdict(stored.decode(errors="replace"), in_numbers=True)
-        verdict = run_selfcheck(target, device, end - time.monotonic())
+        start = time.monotonic()
+        with elapsed(f"testing the {target.card} kernels on {device}, once for this machine"):
+            verdict = run_selfcheck(target, device, end - start)
+        _log.info(
+            "tested the kernels for %s on %s in %.0f s: %s",
+            target.card,
+            device,
+            time.monotonic() - start,
+            verdict.reason or "they are right",
+        )
         if verdict.in_numbers:
             cache.put(key, verdict.reason.encode())
     return verdict
@@ -119,7 +133,14 @@ def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True, errors="replace"
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            # `python -m` looks there first: this copy of attnkit need not be on the path
+            cwd=Path(FOLDER).parent,
         )
     except (OSError, ValueError, TypeError) as error:  # an embedded Python has no program
         return Verdict(f"their test could not be started: {error}", in_numbers=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +29,8 @@ from attnkit.splice import (
 )
 from attnkit.util import devices
 from attnkit.util.torch_private import is_intercepted
+
+_log = logging.getLogger("attnkit.runtime")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ def prepare(
     Raises:
         See `flex_attention`.
     """
+    start = time.perf_counter()
     settings = call.check()
     query, key = call.query, call.key
     if variant is None:  # trace: run both functions once on symbols
@@ -91,6 +96,9 @@ def prepare(
         if not is_intercepted((query, key, call.value, *scores, *masks)):
             with torch.no_grad():  # schedule the tiles, compile or load the kernels
                 prepared.attention = prepare_forward(kernel_call, inputs)
+    if _log.isEnabledFor(logging.DEBUG):
+        took = 1e3 * (time.perf_counter() - start)
+        _log.debug("prepared a call in %.1f ms, %s: %s", took, call.described(), plan.template)
     return Preparation(plan, bound, prepared)
 
 
@@ -107,12 +115,25 @@ def _plan(
         call=_plan_facts(call, settings, variant),
     )
     reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
-    if not reason:
-        return plan
-    if backend != "auto":
-        raise plans.no_kernel_error(backend, reason)
-    cpu = plans.choose("cpu", device=query.device.type, block=settings.block, notes=settings.notes)
-    return replace(cpu, reason=cpu.reason.replace("asked for", reason))
+    if reason:
+        if backend != "auto":
+            raise plans.no_kernel_error(backend, reason)
+        cpu = plans.choose(
+            "cpu", device=query.device.type, block=settings.block, notes=settings.notes
+        )
+        plan = replace(cpu, reason=cpu.reason.replace("asked for", reason))
+    if backend == "auto" and plan.template == "cpu":
+        _log_torch_operators(call, plan)
+    return plan
+
+
+def _log_torch_operators(call: AttentionCall, plan: Plan) -> None:
+    """Log why torch operators run a call: at INFO for a GPU, where a kernel could be expected."""
+    level = logging.INFO if call.query.is_cuda else logging.DEBUG
+    if _log.isEnabledFor(level):
+        from attnkit.util.log import once  # which is needed only here
+
+        once(_log, f"no kernel runs a call, {call.described()}: {plan.reason}", level)
 
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from attnkit.runtime.bind import Bound, check_functions, classify, is_flex, prov
 from attnkit.tracing.pickling import reduced
 from attnkit.tracing.tracer import Traced
 from attnkit.util.devices import parse_device
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from attnkit.util.arguments import AuxOutput, AuxRequest, VariantOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,50 @@ class Variant:
         traced = trace(self.score_mod, self.mask, parse_device(device))
         return traced.score, traced.mask
 
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        return_aux: None = None,
+        **options: Unpack[VariantOptions],
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        return_lse: Literal[True],
+        return_aux: None = None,
+        **options: Unpack[VariantOptions],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        return_aux: AuxRequest,
+        **options: Unpack[VariantOptions],
+    ) -> tuple[Tensor, AuxOutput]: ...
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        return_lse: bool = False,
+        return_aux: AuxRequest | None = None,
+        **options: Unpack[VariantOptions],
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Compute attention with this variant; `options` are passed to `attnkit.flex_attention`."""
         return flex_attention(query, key, value, self.score_mod, self.mask, **options)

@@ -34,25 +34,35 @@ _DEFAULT_LENGTH = 4096  # length of both sequences, if the caller gives no tiles
 
 def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
     """Return whether the GPU kernels of the call's template can compute this backward."""
+    return not reason_against(kernel_call, inputs)
+
+
+def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
+    """Return why the GPU kernels of the call's template cannot compute this backward; "" if they can."""
     program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
     query = inputs.query
     if spec.target is None:
-        return False
+        return "the forward was no GPU kernel"
     template = backward_template(spec.target)
-    widths = template.widths((query.shape[-1], inputs.value.shape[-1]))
+    head_dims = query.shape[-1], inputs.value.shape[-1]
+    widths = template.widths(head_dims)
     if query.dtype not in (torch.bfloat16, torch.float16) or widths is None:
-        return False
-    if program.checked or not (spec.emulated or query.is_cuda):
-        return False
+        return f"it has none for {query.dtype} and head dims {head_dims[0]} and {head_dims[1]}"
+    if program.checked:
+        return "an index of a captured tensor is not proven to stay inside it"
+    if not (spec.emulated or query.is_cuda):
+        return "the query is not on a CUDA device"
     if inputs.grad_entropy is not None and (
         any(inputs.needs_grad) or not template.entropies(widths)
     ):
-        return False
+        return "the entropy has a gradient, together with captured tensors or wide heads"
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
-        return False
-    columns = template.block_kv(widths, {})
-    fits = runs is None or not (runs.block[0] % 64 or runs.block[1] % columns)
-    return fits or not program.lists_override_mask  # tiles of block lists cannot be joined
+        return "deterministic sums of the captured tensors' gradients would overflow or take too much memory"
+    if runs is not None and program.lists_override_mask:  # tiles of block lists cannot be joined
+        columns = template.block_kv(widths, {})
+        if runs.block[0] % 64 or runs.block[1] % columns:
+            return f"tiles of {runs.block} are no multiples of its (64, {columns})"
+    return ""
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:

@@ -8,6 +8,7 @@ first use.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,8 @@ from attnkit.util.torch_private import in_autocast
 if TYPE_CHECKING:
     from attnkit.splice.distance_calls import DistanceCall
     from attnkit.splice.sink_gradient import RepeatedBackward
+
+_log = logging.getLogger("attnkit.splice")
 
 Attention: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Captured, float],
@@ -113,8 +116,16 @@ def run_backward(
             kernels = _with_tables(tables, own, tables.example(own.captured))
             if backward.supports(tables.inner, kernels):
                 return _backward_with_tables(tables, own)
-        if backward.supports(plain, own):
+        reason = backward.reason_against(plain, own)
+        if not reason:
             return backward.prepare(plain, own)(own)
+        if _log.isEnabledFor(logging.INFO):
+            from attnkit.util.log import once  # which is needed only here
+
+            once(
+                _log,
+                f"torch operators compute the backward of the {call.template} kernel: {reason}",
+            )
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 

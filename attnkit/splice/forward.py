@@ -6,6 +6,7 @@ The parts that are specific to an architecture are in a `ForwardTemplate`.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from attnkit.util.tensor_cache import VersionedCache
 if TYPE_CHECKING:
     from attnkit.splice.kernel_layout import Layout
 
+_log = logging.getLogger("attnkit.splice")
 _calls: VersionedCache[ForwardCall] = VersionedCache(128)
 caches.register(_calls.clear)
 
@@ -185,6 +187,8 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     if emulated:
         run = functools.partial(_emulate, template.layout(config), work, chosen, check)
     shape, strides = (batch, heads, q_len, head_dims[1]), output_strides(query, head_dims[1])
+    if _log.isEnabledFor(logging.INFO):
+        _log_copies(query, key, value)
     return ForwardCall(
         run=run or _launch,
         source=source,
@@ -203,6 +207,19 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         need_entropy=kernel_call.need_entropy,
         check=check,
     )
+
+
+def _log_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Log which tensors each call copies before its kernel, because TMA cannot read them."""
+    from attnkit.util.log import once  # which is needed only here
+
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not have_tma_strides([t]):
+            once(
+                _log,
+                f"each call copies its {name} {list(t.shape)} with strides {list(t.stride())} before "
+                "the kernel: TMA needs a last stride of 1 and others of multiples of 16 bytes",
+            )
 
 
 def captured_arguments(

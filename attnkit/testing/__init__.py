@@ -3,7 +3,7 @@
 In: a score_mod, a mask or a `Variant`. Out: a `Report`, with a program that reproduces a failure.
 The hypothesis strategies `variants`, `masks`, `library_masks`, `library_mods`, `mask_mods` and
 `score_mods` draw variants. The strategies `cases`, `lengths`, `layouts` and `dtypes` draw calls.
-`cli` imports this package. `python -m attnkit.testing.selfcheck` runs once on every GPU model on
+`contest.measure` times a variant beside PyTorch's functions. `cli` imports this package. `python -m attnkit.testing.selfcheck` runs once on every GPU model on
 which the kernels have not been verified.
 
 >>> from attnkit.masks import sliding_window

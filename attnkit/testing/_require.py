@@ -14,6 +14,6 @@ class MissingPackageError(AttnkitError, ImportError):
 if importlib.util.find_spec("hypothesis") is None:
     raise MissingPackageError(
         "attnkit.testing needs the package hypothesis, which is not installed; "
-        "run: pip install 'attnkit[test]'",
+        "run: pip install 'attnkit[check]'",
         name="hypothesis",
     )

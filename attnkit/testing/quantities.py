@@ -172,6 +172,8 @@ def run(
         sink=sink if case.normalization == "softmax" else None,
         normalization=case.normalization,
     )
+    assert aux.lse is not None
+    assert aux.max_scores is not None
     return differentiate(case, (out, aux.lse, aux.max_scores), inputs, captured)
 
 

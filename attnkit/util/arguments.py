@@ -6,7 +6,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,25 @@ from attnkit.errors import (
     UnsupportedError,
 )
 from attnkit.util.torch_private import PLAIN, in_context_parallel, in_jit_trace, is_functional
+
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    class CallOptions(TypedDict, total=False):
+        """Lists the options of `flex_attention` that change no type, for its overloads."""
+
+        backend: str
+        deterministic: bool
+        sink: Tensor | None
+        normalization: str
+
+    class VariantOptions(CallOptions, total=False):
+        """Lists what a call of a `Variant` takes besides."""
+
+        scale: float | None
+        enable_gqa: bool
+        kernel_options: dict[str, Any] | None
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Define mkdocs hooks that insert command-line help and publish the measured rows as files."""
+"""Define mkdocs hooks that insert help and variables, and publish the measured rows as files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "results"
 COMMAND = re.compile(r"<!-- help: ?([a-z]*) -->")
+ENVIRONMENT = "<!-- environment variables -->"
 
 
 def on_files(files: Any, *, config: Any) -> Any:
@@ -22,9 +23,10 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Insert help texts at `<!-- help -->` comments; point links to rows at the site's files."""
+    """Insert help texts and variables at their comments; point links to rows at the site's files."""
     up = "../" * page.file.src_uri.count("/")
     markdown = markdown.replace(f"]({up}../benchmarks/results/", f"]({up}rows/")
+    markdown = markdown.replace(ENVIRONMENT, variables())
     return COMMAND.sub(lambda found: help_of(found[1]), markdown)
 
 
@@ -38,6 +40,14 @@ def help_of(command: str) -> str:
         whole = commands.choices[command]
     whole.formatter_class = _Formatter
     return f"```text\n{whole.format_help().strip()}\n```"
+
+
+def variables() -> str:
+    """Return the table of environment variables that attnkit reads, as Markdown."""
+    from attnkit.util.environment import VARIABLES
+
+    rows = [f"| `{name}` | {meaning} | {default} |" for name, meaning, default in VARIABLES]
+    return "\n".join(["| Variable | Meaning | Default |", "| --- | --- | --- |", *rows])
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -27,6 +27,7 @@ from attnkit.jit.disk_cache import KernelCache
 from attnkit.schedule.plan import BACKENDS, has_dsl
 from attnkit.schedule.targets import TARGETS, of_capability
 from attnkit.splice.cpu import CpuHooks
+from attnkit.util import environment
 
 FILE = """
 import torch
@@ -264,7 +265,7 @@ def test_show_is_plain_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = [line[4:27].strip() for line in lines]
+    names = [line[4:29].strip() for line in lines]
     assert names[:6] == [
         "attnkit",
         "torch",
@@ -311,7 +312,7 @@ def test_doctor_says_what_is_missing_and_what_to_do(
         "C compiler": "install gcc or clang, or name one in CC",
         "cache folder": "set ATTNKIT_CACHE_DIR",
         "matplotlib": "pip install 'attnkit[plot]'",
-        "hypothesis": "pip install 'attnkit[test]'",
+        "hypothesis": "pip install 'attnkit[check]'",
     }.items():
         assert not found[name].present
         assert todo in found[name].todo
@@ -331,6 +332,15 @@ def test_doctor_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         True,
         "NVIDIA H200, sm_90, 132 SMs, 139 GiB, and 1 more",
     )
+
+
+def test_doctor_prints_the_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNKIT_LOG", "info")
+    monkeypatch.delenv("ATTNKIT_SHARED_CACHE_DIR", raising=False)
+    found = {finding.name: finding for finding in doctor.findings()}
+    assert {variable.name for variable in environment.VARIABLES} <= set(found)
+    assert found["ATTNKIT_LOG"].state == "'info'; info or debug: write the log to stderr"
+    assert found["ATTNKIT_SHARED_CACHE_DIR"].state.startswith("not set (default: none); another")
 
 
 def test_doctor_counts_cached_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -460,8 +470,11 @@ class _Terminal(io.StringIO):
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("ATTNKIT_PROGRESS", raising=False)
     assert main(["check", "masks:causal", "--examples", "2"]) == 0
-    assert "\r1 of 2 calls\r2 of 2 calls\r" in terminal.getvalue()
+    shown = [line for line in terminal.getvalue().split("\r\033[K") if "calls" in line]
+    assert shown == ["1 of 2 calls", "2 of 2 calls"]
+    assert terminal.getvalue().endswith("\r\033[K")
 
 
 def test_python_m_attnkit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import site_hooks
 import attnkit
 from attnkit import masks, mods, testing
 from attnkit.cli import COMMANDS
+from attnkit.util.environment import VARIABLES
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -41,6 +42,13 @@ def test_every_command_is_there_with_its_options() -> None:
     for name in names:
         assert f"usage: attnkit {name} " in site_hooks.help_of(name)
     assert "show" in site_hooks.help_of("")
+
+
+def test_environment_variables_are_on_the_page() -> None:
+    assert site_hooks.ENVIRONMENT in (REFERENCE / "cli.md").read_text()
+    table = site_hooks.variables().splitlines()
+    assert len(table) == 2 + len(VARIABLES)
+    assert "| `ATTNKIT_CACHE_DIR` | folder of compiled kernels |" in table[2]
 
 
 def test_docstrings_are_prepared_for_the_site() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -91,3 +92,29 @@ def test_wheel_imports_from_a_clean_folder(wheel: Path, tmp_path: Path) -> None:
     found = [Path(line) for line in _python("-c", code, cwd=tmp_path).splitlines()]
     base = target / "attnkit"
     assert found == [base / "__init__.py", *(base / name for name in LINKS)]
+
+
+def test_the_program_that_tries_a_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    """`make try-wheel` runs it in a fresh environment, with the commands too."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import sys\n"
+        f"sys.path[:0] = [{str(tmp_path / 'site')!r}, {str(Path(__file__).parent)!r}]\n"
+        "import smoke\n"
+        "print(smoke.attention())\n"
+        "print(smoke.variants())\n"
+        "print(smoke.attnkit.__file__)\n"
+    )
+    first, second, file = _python("-c", code, cwd=tmp_path).splitlines()
+    assert first == "forward and backward agree with SDPA"
+    assert second.startswith("explained ")
+    assert Path(file) == tmp_path / "site" / "attnkit" / "__init__.py"
+
+
+def test_the_extra_for_checks_has_what_the_messages_name() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["check"] == ["hypothesis"]
+    assert set(extras["check"]) <= set(extras["test"])

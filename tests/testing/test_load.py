@@ -220,7 +220,7 @@ def test_without_hypothesis_cases_run_and_the_rest_says_what_to_install() -> Non
     passed, error = run.stdout.splitlines()
     assert passed == "True"
     assert error.startswith("MissingPackageError attnkit.testing needs the package hypothesis")
-    assert error.endswith("run: pip install 'attnkit[test]'")
+    assert error.endswith("run: pip install 'attnkit[check]'")
     from attnkit.testing._require import MissingPackageError
 
     assert issubclass(MissingPackageError, AttnkitError)

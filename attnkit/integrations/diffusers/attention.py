@@ -74,7 +74,7 @@ def attention(
             block_mask = _keep(table)
     elif attn_mask is not None:
         block_mask = attn_mask
-    result = flex.flex_attention(
+    result: Any = flex.flex_attention(
         query,
         key,
         value,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -13,9 +13,53 @@ from attnkit.integrations.packed.offsets import Names
 from attnkit.integrations.packed.options import build_score_mod, read_window
 from attnkit.util.arguments import check_flag, shown
 
+if TYPE_CHECKING:
+    from typing import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Lists the options that change no type."""
+
+        scale: float | None
+        window_size: tuple[int, int]
+        enable_gqa: bool
+        seqused_k: Tensor | None
+        block_table: Tensor | None
+        num_splits: int | None
+        score_mod: Callable[..., Any] | None
+        mask: Callable[..., Any] | None
+        deterministic: bool
+        backend: str
+
+
 NAMES = Names("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
 
 
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attn(
     query: Tensor,
     key: Tensor,

@@ -100,4 +100,7 @@ class FlexAttention(attention.FlexAttention):  # type: ignore[misc]
             backend=self.backend,
         )
         out = out.transpose(1, 2)
-        return out if out_transform is None else out_transform(out, aux.lse.transpose(1, 2))
+        if out_transform is None:
+            return out
+        assert aux.lse is not None
+        return out_transform(out, aux.lse.transpose(1, 2))

@@ -157,6 +157,27 @@ def key_of(call: AttentionCall) -> CallKey | None:
         return None
 
 
+def reason_without_key(call: AttentionCall) -> str:
+    """Return why a call that has run has no key, or not that of its traces; for the log."""
+    for name in ("query", "key", "value", "sink"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.__class__ not in PLAIN:
+            return f"{name} is of type {type(tensor).__name__}, not a plain tensor"
+    if _options(call) is None:
+        return "kernel_options or an option of another type than the usual one"
+    mask = call.block_mask
+    if mask.__class__ is BlockMask or is_flex(mask):
+        mask = mask.mask_mod
+    for name, function, kind in (("score_mod", call.score_mod, "score"), ("mask", mask, "mask")):
+        known = function is None or _lookup_function(function, kind, call.query.device)  # type: ignore[arg-type]
+        if not known:
+            return (
+                f"the {name} reads something that may change unseen: an object or a class with "
+                "attributes, a numpy array, an import, a random number or a setting"
+            )
+    return "a function reads other objects than when it was traced"
+
+
 def _lookup_function(
     function: Any, kind: Kind, device: torch.device
 ) -> tuple[TraceRecord, tuple[Tensor, ...], bool] | None:
