@@ -100,8 +100,11 @@ def padding_from_mask(attention_mask: Tensor, *, rows: bool = False) -> Mask:
 
     This is Hugging Face's `attention_mask` [B, S]: 1 for tokens, 0 for padding, which may be on
     either side or between tokens. PyTorch's `key_padding_mask` has True for padding; pass its
-    inverse. In a cache the mask has one entry for each key, those of earlier calls included. The
-    positions of tokens, which rotary embeddings need, are
+    inverse. FlashAttention has no such argument: it packs the tokens, which is
+    `document_from_cu_seqlens`.
+
+    In a cache the mask has one entry for each key, those of earlier calls included. The positions
+    of tokens, which rotary embeddings need, are
     `(attention_mask.long().cumsum(-1) - 1).clamp(min=0)`; for masks and mods that count from the
     first token, see `padding`.
 
