@@ -108,8 +108,9 @@ def padding_from_mask(attention_mask: Tensor, *, rows: bool = False) -> Mask:
     `(attention_mask.long().cumsum(-1) - 1).clamp(min=0)`; for masks and mods that count from the
     first token, see `padding`.
 
-    The mask reads `attention_mask` when it is used, so the next call sees in-place edits. It does
-    not remove NaN or infinity in padded keys and values, see `zero_padding`.
+    The mask reads `attention_mask` when it is used, so the next call sees in-place edits. That ints
+    and floats are 0 and 1 is checked once, which waits for a GPU; bools need no check. The mask
+    does not remove NaN or infinity in padded keys and values, see `zero_padding`.
 
     Args:
         attention_mask: [B, S], bool, int or float, with 1 (True) for tokens and 0 for padding.
