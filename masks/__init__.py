@@ -10,13 +10,15 @@ from attnkit.masks._bigbird import bigbird
 from attnkit.masks._block_diagonal import block_diagonal
 from attnkit.masks._block_diffusion import block_diffusion
 from attnkit.masks._causal import causal
+from attnkit.masks._chunked import chunked
 from attnkit.masks._dilated import dilated
 from attnkit.masks._document import document, document_from_cu_seqlens, document_from_lengths
 from attnkit.masks._examples import Example, examples
 from attnkit.masks._grid import tile_order
+from attnkit.masks._image_spans import image_spans
 from attnkit.masks._longformer import longformer
 from attnkit.masks._natten import natten
-from attnkit.masks._padding import padding, zero_padding
+from attnkit.masks._padding import padding, padding_from_mask, zero_padding
 from attnkit.masks._paged import paged
 from attnkit.masks._prefix import prefix, prefix_lm
 from attnkit.masks._shared_prefix import shared_prefix
@@ -33,15 +35,18 @@ __all__ = [
     "block_diagonal",
     "block_diffusion",
     "causal",
+    "chunked",
     "dilated",
     "document",
     "document_from_cu_seqlens",
     "document_from_lengths",
     "examples",
     "fixed",
+    "image_spans",
     "longformer",
     "natten",
     "padding",
+    "padding_from_mask",
     "paged",
     "prefix",
     "prefix_lm",

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnkit import ArgumentError, DeviceError, DTypeError, OptionError, ShapeError
 
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT_MAX = 2**31 - 1
 
 

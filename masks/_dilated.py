@@ -23,7 +23,9 @@ def dilated(
 
     `left` and `right` are inclusive and count positions, not keys: a row keeps up to
     `left // dilation + 1 + right // dilation` keys. Longformer counts keys: its w keys on each side
-    are `dilated(w * dilation, dilation, w * dilation)`.
+    are `dilated(w * dilation, dilation, w * dilation)`. FlashAttention has no dilation. NATTEN's
+    dilated neighborhood keeps as many keys at the ends of the sequence as elsewhere; that is
+    `natten(..., dilation=...)`.
 
     Args:
         left: positions of the window before the query.

@@ -14,11 +14,13 @@ from attnkit.masks._block_diagonal import block_diagonal
 from attnkit.masks._block_diffusion import block_diffusion
 from attnkit.masks._causal import causal
 from attnkit.masks._check import own_device, whole
+from attnkit.masks._chunked import chunked
 from attnkit.masks._dilated import dilated
 from attnkit.masks._document import document, document_from_cu_seqlens, document_from_lengths
+from attnkit.masks._image_spans import image_spans
 from attnkit.masks._longformer import longformer
 from attnkit.masks._natten import natten
-from attnkit.masks._padding import padding
+from attnkit.masks._padding import padding, padding_from_mask
 from attnkit.masks._paged import paged
 from attnkit.masks._prefix import prefix, prefix_lm
 from attnkit.masks._shared_prefix import shared_prefix
@@ -113,6 +115,7 @@ def _patterns(length: int) -> dict[str, Example]:
         "prefix_lm": prefix_lm(near + 1),
         "dilated": dilated(2 * near, 3),
         "dilated/both": dilated(near, 2, near),
+        "chunked": chunked(near + 3),
         "strided": strided(near - 1),
         "fixed": fixed(near, 2),
         "longformer": longformer(near, 3),
@@ -123,6 +126,7 @@ def _patterns(length: int) -> dict[str, Example]:
     instances["causal/bottom-right"] = Example(causal(**end), half, length)
     instances["sliding_window/bottom-right"] = Example(sliding_window(near, 3, **end), half, length)
     instances["dilated/bottom-right"] = Example(dilated(2 * near, 3, **end), half, length)
+    instances["chunked/bottom-right"] = Example(chunked(near, start=5, **end), half, length)
     instances["streaming_llm/bottom-right"] = Example(streaming_llm(near, **end), half, length)
     instances["prefix"] = Example(prefix(near), length, length + 5)
     instances["block_diagonal/cross"] = Example(block_diagonal(7, 11), length, 2 * length)
@@ -171,9 +175,24 @@ def _batches(length: int, draw: _Draw) -> dict[str, Example]:
     start = draw.ints(length // 2, length + 1, 2)
     cached: dict[str, Any] = {"align": "bottom-right", "q_len": length // 4, "kv_len": start}
     marked = longformer(length // 16, draw.marks(4 / length, 2, length))
+    left = torch.arange(length, device=draw.device) >= draw.ints(0, length // 2, 2)[:, None]
     return {
         "padding": Example(padding(keys), length, length, batch=2),
         "padding/rows": Example(padding(keys, queries), length, length, batch=2),
+        "padding_from_mask": Example(padding_from_mask(left.long()), length, length, batch=2),
+        "padding_from_mask/holes": Example(
+            padding_from_mask(draw.marks(0.7, 2, length), rows=True), length, length, batch=2
+        ),
+        "chunked/batch": Example(
+            chunked(length // 4, start=draw.ints(0, length // 2, 2)), length, length, batch=2
+        ),
+        "chunked/cached": Example(chunked(length // 4, **cached), length // 4, length, batch=2),
+        "image_spans": Example(
+            image_spans(draw.marks(0.9, 2, length).long()), length, length, batch=2
+        ),
+        "image_spans/size": Example(
+            image_spans(draw.ints(-1, 1, length), text=-1, size=length // 8), length, length
+        ),
         "prefix_lm/batch": Example(prefix_lm(keys), length, length, batch=2),
         "causal/cached": Example(causal(**cached), length // 4, length, batch=2),
         "sliding_window/cached": Example(

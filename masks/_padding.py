@@ -1,4 +1,4 @@
-"""Padding mask for a batch of sequences that are padded to one length."""
+"""Padding masks for a batch of sequences that are padded to one length."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnkit import ArgumentError, Axes, Mask, OptionError, ShapeError, picklable
-from attnkit.masks._check import float_tensor, per_batch, same_device, text, whole
+from attnkit import ArgumentError, Axes, DTypeError, Mask, OptionError, ShapeError, picklable
+from attnkit.masks._check import (
+    FLOATS,
+    INTS,
+    flag,
+    float_tensor,
+    has_data,
+    per_batch,
+    same_device,
+    shape_text,
+    tensor,
+    text,
+    whole,
+)
 
 
 @picklable
@@ -24,8 +36,12 @@ def padding(
 
     By default the padding is on the right, as with FlashAttention's `cache_seqlens`. Hugging Face
     pads on the left for generation: `padding(lengths, side="left", kv_len=S)` keeps the last
-    `kv_lengths[b]` of S keys. For an attention mask [B, S], the lengths are
-    `attention_mask.sum(-1)`.
+    `kv_lengths[b]` of S keys. For Hugging Face's attention mask [B, S], see `padding_from_mask`.
+
+    Padding on the left moves every token of a sequence by the same number of places. So masks and
+    mods that compare `q` with `kv`, such as `causal`, `sliding_window` and `alibi`, need no change.
+    Those that count from the first token need its position: `start=` in `chunked`, and
+    `.shift(q=-start, kv=-start)` for others, with `start = S - lengths`.
 
     The mask does not remove NaN or infinity in padded keys and values, see `zero_padding`.
 
@@ -76,6 +92,77 @@ def padding(
         return (kv < kv_lengths[b]) & (q < queries[b])
 
     return Mask(keep_both, f"padding({shown})", axes=axes)
+
+
+@picklable
+def padding_from_mask(attention_mask: Tensor, *, rows: bool = False) -> Mask:
+    """Build a padding mask from a 0/1 tensor, which keeps the keys whose entry is 1.
+
+    This is Hugging Face's `attention_mask` [B, S]: 1 for tokens, 0 for padding, which may be on
+    either side or between tokens. PyTorch's `key_padding_mask` has True for padding; pass its
+    inverse. FlashAttention has no such argument: it packs the tokens, which is
+    `document_from_cu_seqlens`.
+
+    In a cache the mask has one entry for each key, those of earlier calls included. The positions
+    of tokens, which rotary embeddings need, are
+    `(attention_mask.long().cumsum(-1) - 1).clamp(min=0)`; for masks and mods that count from the
+    first token, see `padding`.
+
+    The mask reads `attention_mask` when it is used, so the next call sees in-place edits. That ints
+    and floats are 0 and 1 is checked once, which waits for a GPU; bools need no check. The mask
+    does not remove NaN or infinity in padded keys and values, see `zero_padding`.
+
+    Args:
+        attention_mask: [B, S], bool, int or float, with 1 (True) for tokens and 0 for padding.
+        rows: whether queries that are padding see nothing, so that their output and gradients are
+            0. `attention_mask` then has one entry for each query, too. Hugging Face computes
+            numbers without a meaning in these rows.
+
+    Returns:
+        The mask, for a kv length up to S (with `rows` also a query length up to S).
+
+    Raises:
+        ArgumentError, ShapeError, DTypeError: `attention_mask` is not such a tensor.
+        OptionError: an entry is neither 0 nor 1.
+
+    >>> import torch
+    >>> from attnkit import create_mask
+    >>> attention_mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    >>> create_mask(padding_from_mask(attention_mask), 2, None, 2, 3).int()[:, 0]
+    tensor([[[0, 1, 1],
+             [0, 1, 1]],
+    <BLANKLINE>
+            [[1, 0, 1],
+             [1, 0, 1]]], dtype=torch.int32)
+    """
+    flag("rows", rows)
+    table = _zeros_and_ones(attention_mask)
+    axes = [Axes("attention_mask", table, "b", "len" if rows else "kv")]
+    label = f"padding_from_mask({shape_text(table)}{', rows=True' if rows else ''})"
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[b, kv] != 0
+
+    def keep_both(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (table[b, kv] != 0) & (table[b, q] != 0)
+
+    return Mask(keep_both if rows else keep, label, axes=axes)
+
+
+def _zeros_and_ones(attention_mask: Any) -> Tensor:
+    """Check that a tensor is [B, S] and holds 0 and 1 as far as its data can be read; return it."""
+    table = tensor("attention_mask", attention_mask, "[B, S]", (2,))
+    if table.dtype not in (torch.bool, *INTS, *FLOATS):
+        raise DTypeError(f"attention_mask must hold bools, ints or floats, got {table.dtype}")
+    if table.dtype == torch.bool or not has_data(table):
+        return table
+    wrong = (table != 0) & (table != 1)
+    if bool(wrong.any()):
+        raise OptionError(
+            f"attention_mask must hold 0 for padding and 1 for tokens, got "
+            f"{table[wrong][0].item()}; of an additive mask of 0 and -inf, pass `mask == 0`"
+        )
+    return table
 
 
 def zero_padding(

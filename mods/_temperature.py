@@ -16,7 +16,8 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
     """Build a score_mod that scales scores in a row of n keys by `max(1, log(n) / log(trained))`.
 
     Qwen's `use_logn_attn` is `log_length(seq_length)`. Queries that follow a cache of c keys need
-    `.shift(q=c)`, so that row q has `q + c + 1` keys.
+    `.shift(q=c)`, so that row q has `q + c + 1` keys. With p places of padding on the left,
+    `.shift(q=-p)` counts from the first token; rows before it count as rows of one key.
 
     Args:
         trained: sequence length in training, at least 2.
@@ -39,7 +40,7 @@ def log_length(trained: int, length: int | Tensor | None = None) -> ScoreMod:
     if length is None:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return score * (torch.log((q + 1).float()) * unit).clamp(min=1.0)
+            return score * (torch.log((q + 1).clamp(min=1).float()) * unit).clamp(min=1.0)
 
         return ScoreMod(score_mod, f"log_length({number_text(trained)})")
     if isinstance(length, Tensor):
@@ -63,7 +64,8 @@ def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> Score
     """Build a score_mod that scales scores in a row of n keys by `scale[h] * log(n)`.
 
     The factor keeps attention focused on few keys if n is large. Queries that follow a cache of c
-    keys need `.shift(q=c)`, so that row q has `q + c + 1` keys.
+    keys need `.shift(q=c)`, so that row q has `q + c + 1` keys. With p places of padding on the
+    left, `.shift(q=-p)` counts from the first token; rows before it count as rows of one key.
 
     Args:
         scale: float [H], learned.
@@ -88,7 +90,7 @@ def scalable_softmax(scale: Tensor, length: int | Tensor | None = None) -> Score
     if length is None:
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return score * (scale[h] * torch.log((q + 1).float()))
+            return score * (scale[h] * torch.log((q + 1).clamp(min=1).float()))
 
         return ScoreMod(score_mod, f"{label})", axes=[by_head])
     if isinstance(length, Tensor):

@@ -8,33 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from attnkit.errors import ArgumentError, OptionError
 from attnkit.inspection.figure_files import checked_path, write
-from attnkit.inspection.summary import label_of, runs_of, tile_counts
-from attnkit.sparsity.block_mask import BlockMask, create_block_mask, create_mask
-from attnkit.sparsity.block_runs import BLOCK, BlockRuns, Runs
+from attnkit.inspection.mask_cells import tile_shares
+from attnkit.inspection.mask_figure import mask_figure
+from attnkit.inspection.summary import label_of, tile_counts
+from attnkit.sparsity.block_mask import BlockMask, create_block_mask
+from attnkit.sparsity.block_runs import BLOCK, BlockRuns
 from attnkit.util.arguments import check_flag, check_size, shown
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Text: characters by the share of their area that the mask keeps, from nothing to everything.
 _SHADES = "·░▒▓█"
 _PLAIN_SHADES = ".-+*#"
-
-# Image: colours, and limits on what is drawn.
-_COLOURS = {"full": "#27548a", "partial": "#f6c28b", "kept": "#c8641b", "empty": "#f3f3f3"}
-_MOST_BARS = 4000  # runs; above, an image of tiles is drawn instead of a bar for each run
-_MOST_POSITIONS = 1 << 20  # above, the positions in partial tiles are not drawn
-_MOST_CELLS = 1024  # rows or columns of the image of tiles
-_MOST_PANELS = 8  # batch entries and heads
 
 
 def show(
@@ -121,11 +110,13 @@ def save(
 ) -> Path:
     """Draw the tiles of a mask into a file, one panel for each batch entry and head.
 
-    Each run of tiles is a bar. Masks of up to a million positions also show which positions their
-    partial tiles keep. The same mask gives the same file.
+    Each run of tiles is a bar, and the positions that partial tiles keep are drawn on them. In a
+    long mask a pixel stands for several positions, and the legend says how many: it then mixes the
+    colours of all of them, so that nothing that is kept disappears. Where partial tiles have more
+    than 2**25 positions, only tiles are drawn. The same mask gives the same file.
 
     Args:
-        path: ends in .png or .svg.
+        path: ends in .png, or in .svg for a file that stays sharp in print.
         mask, q_len, kv_len, batch, heads, block, device: see `show`.
         title: headline; the mask's own name if None.
 
@@ -141,7 +132,7 @@ def save(
     blocks = _block_mask(mask, q_len, kv_len, batch, heads, block, device)
     headline = _name(mask) if title is None else title
     instead = "use the text form, attnkit.inspection.picture.show"
-    return write(target, lambda: _figure(blocks, headline), instead)
+    return write(target, lambda: mask_figure(blocks, headline), instead)
 
 
 # --- what to draw
@@ -218,177 +209,3 @@ def _level(share: float) -> int:
     if share in (0.0, 1.0):
         return 4 * int(share)
     return 1 if share < 1 / 3 else 2 if share < 2 / 3 else 3
-
-
-def tile_shares(runs: BlockRuns, b: int, h: int, rows: int, columns: int) -> Tensor:
-    """Compute, for each cell of a grid, the share of its tiles that the mask keeps.
-
-    A PARTIAL tile counts as half.
-
-    Args:
-        runs: the tiles of all batch entries and heads.
-        b, h: the batch entry and the head.
-        rows, columns: number of cells, which may be more or fewer than the tiles.
-
-    Returns:
-        float64 [rows, columns]. A share is 0 only if nothing is kept, 1 only if everything is.
-    """
-    cells = torch.zeros(rows, columns, dtype=torch.float64)
-    tops = [(runs.q_blocks * i // rows, -(-runs.q_blocks * (i + 1) // rows)) for i in range(rows)]
-    lefts = torch.arange(columns) * runs.kv_blocks // columns
-    rights = -(-(torch.arange(columns) + 1) * runs.kv_blocks // columns)
-    for weight, kind in ((1.0, runs.full), (0.5, runs.partial)):
-        selected = runs_of(kind, runs, b, h)
-        for i, (top, bottom) in enumerate(tops):
-            first, last = int(selected.row_ptr[top]), int(selected.row_ptr[bottom])
-            pointers = selected.row_ptr[top : bottom + 1] - first
-            part = Runs(pointers, selected.start[first:last], selected.length[first:last])
-            tiles = part.expanded(runs.kv_blocks).sum(0)
-            before = pad(tiles.cumsum(0), (1, 0))
-            area = (rights - lefts).double() * (bottom - top)
-            cells[i] += weight * (before[rights] - before[lefts]) / area
-    return cells
-
-
-# --- images
-
-
-def _figure(blocks: BlockMask, title: str) -> Figure:
-    """Draw a panel for each of the first batch entries and heads, and a legend."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    runs = blocks.runs
-    pairs = [(b, h) for b in range(runs.batch) for h in range(runs.heads)]
-    panels = pairs[:_MOST_PANELS]
-    columns = min(len(panels), 4)
-    rows = -(-len(panels) // columns)
-    ratio = min(max(runs.q_len / runs.kv_len, 0.25), 2.5)
-    size = 4.6 if len(panels) == 1 else 2.8
-    figure = Figure(
-        figsize=(max(4.6, columns * size), rows * ((size - 0.5) * ratio + 0.75) + 0.6),
-        layout="constrained",
-    )
-    more = f" (first {len(panels)} of {len(pairs)})" if len(pairs) > len(panels) else ""
-    figure.suptitle(_wrapped(title + more, 22 * max(3, columns)), fontsize=9)
-    dense = _positions(blocks)
-    for i, (b, h) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        _draw(axes, runs, b, h, dense)
-    names = {"full": "full tile", "partial": "partial tile"}
-    if dense is not None:
-        names["kept"] = "kept in a partial tile"
-    names["empty"] = "empty tile"
-    handles = [Patch(facecolor=_COLOURS[k], edgecolor="#999999", label=n) for k, n in names.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=7)
-    return figure
-
-
-def _wrapped(text: str, width: int) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, width)[:3])
-
-
-def _positions(blocks: BlockMask) -> Tensor | None:
-    """Compute the dense mask, bool [b, h, q, kv] on the CPU, or None if it is too large to draw."""
-    _, _, q_len, kv_len = blocks.shape
-    runs = blocks.runs
-    if q_len * kv_len * min(runs.batch * runs.heads, _MOST_PANELS) > _MOST_POSITIONS:
-        return None
-    shape = (runs.batch, runs.heads, q_len, kv_len)
-    return create_mask(blocks.mask_mod, *shape, device=blocks.device).cpu()
-
-
-def _draw(axes: Axes, runs: BlockRuns, b: int, h: int, dense: Tensor | None) -> None:
-    """Draw one panel: bars for runs, or an image of tiles if there are too many runs."""
-    from matplotlib.ticker import MultipleLocator
-
-    ratio = runs.q_len / runs.kv_len
-    axes.set_aspect("equal" if 0.25 <= ratio <= 2.5 else "auto")
-    axes.set_facecolor(_COLOURS["empty"])
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel("kv")
-    axes.set_ylabel("q")
-    axes.tick_params(length=2, labelsize=6)
-    for axis, length in ((axes.xaxis, runs.kv_len), (axes.yaxis, runs.q_len)):
-        axis.set_major_locator(MultipleLocator(1 << max(0, (length // 4).bit_length() - 1)))
-    kinds = [runs_of(kind, runs, b, h) for kind in (runs.full, runs.partial)]
-    if sum(kind.start.numel() for kind in kinds) <= _MOST_BARS:
-        _bars(axes, runs, kinds)
-    else:
-        _image(axes, runs, b, h)
-    if dense is not None:
-        _draw_partial(
-            axes, runs, dense[b if runs.batch > 1 else 0, h if runs.heads > 1 else 0], kinds[1]
-        )
-    axes.set_xlim(0, runs.kv_len)  # imshow sets other limits
-    axes.set_ylim(runs.q_len, 0)
-    caption = "\n".join(tile_counts(runs, b, h))
-    which = label_of(runs, b, h).removeprefix(", ")
-    axes.text(
-        0.0, -0.02, f"{which}\n{caption}" if which else caption,
-        transform=axes.transAxes, va="top", fontsize=5.5,
-    )  # fmt: skip
-
-
-def _bars(axes: Axes, runs: BlockRuns, kinds: list[Runs]) -> None:
-    """Draw the full and the partial runs of one batch entry and head as bars."""
-    from matplotlib.collections import PolyCollection
-
-    height, width = runs.block
-    gap = 0.06 * min(height, width)
-
-    def inner(first: int, last: int, size: int, length: int) -> tuple[float, float]:
-        """Return where the bar of tiles `first` to `last` begins and ends, with a gap around it.
-
-        The gap is at most a quarter of the bar, so that a ragged last tile stays visible.
-        """
-        low, high = first * size, min(last * size, length)
-        inset = min(gap, 0.25 * (high - low))
-        return low + inset, high - inset
-
-    for name, kind in zip(("full", "partial"), kinds, strict=True):
-        rows = torch.arange(kind.rows).repeat_interleave(kind.row_ptr.diff())
-        corners = []
-        spans = zip(rows.tolist(), kind.start.tolist(), kind.length.tolist(), strict=True)
-        for row, start, count in spans:
-            left, right = inner(start, start + count, width, runs.kv_len)
-            top, bottom = inner(row, row + 1, height, runs.q_len)
-            corners.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-        axes.add_collection(PolyCollection(corners, facecolors=_COLOURS[name], linewidths=0))
-
-
-def _image(axes: Axes, runs: BlockRuns, b: int, h: int) -> None:
-    """Draw the shares that tiles keep as an image. A pixel may stand for several tiles."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    rows, columns = (min(n, _MOST_CELLS) for n in (runs.q_blocks, runs.kv_blocks))
-    cells = tile_shares(runs, b, h, rows, columns)
-    shades = [_COLOURS[name] for name in ("empty", "partial", "full")]
-    axes.imshow(
-        cells.numpy(),
-        cmap=LinearSegmentedColormap.from_list("tiles", shades),
-        vmin=0,
-        vmax=1,
-        extent=(0, runs.kv_blocks * runs.block[1], runs.q_blocks * runs.block[0], 0),
-        aspect=axes.get_aspect(),
-        interpolation="nearest",
-    )
-
-
-def _draw_partial(axes: Axes, runs: BlockRuns, dense: Tensor, partial: Runs) -> None:
-    """Draw the positions that partial tiles keep."""
-    from matplotlib.colors import to_rgb
-
-    tiles = partial.expanded(runs.kv_blocks)
-    inside = tiles.repeat_interleave(runs.block[0], 0)[: runs.q_len]
-    inside = inside.repeat_interleave(runs.block[1], 1)[:, : runs.kv_len]
-    pixels = torch.zeros(runs.q_len, runs.kv_len, 4)
-    pixels[..., :3] = torch.tensor(to_rgb(_COLOURS["kept"]))
-    pixels[..., 3] = (dense & inside).float()
-    axes.imshow(
-        pixels.numpy(), extent=(0, runs.kv_len, runs.q_len, 0), aspect=axes.get_aspect(),
-        interpolation="nearest", zorder=3,
-    )  # fmt: skip

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,16 +93,13 @@ def summarize(blocks: BlockMask, *, most_positions: int = _MOST_POSITIONS) -> Su
         dtype=dtype,
     )
 
-    def kept(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        env = {"b": b, "h": h, "q": q, "kv": kv}
-        return evaluate([mask.root], env, mask.tensors, dtype)[0]
-
     count = None
     if isinstance(intervals, Intervals):
         if q_len * len(intervals) * runs.batch * runs.heads <= most_positions:
             count = _interval_positions(intervals, dtype)
     elif int(runs.partial.length.sum()) * runs.block[0] * runs.block[1] <= most_positions:
-        count = _full_positions(runs) + _partial_positions(runs, kept)
+        inside = positions_in_partial_tiles(runs, runs.partial, kept_function(blocks))
+        count = _full_positions(runs) + sum(int(kept.sum()) for *_, kept in inside)
     lengths = blocks.mask_mod.lengths if isinstance(blocks.mask_mod, Mask) else Lengths()
     return Summary(
         shape=(runs.batch, runs.heads, q_len, kv_len),
@@ -193,15 +189,39 @@ def _full_positions(runs: BlockRuns) -> int:
     return int((rows * columns).sum())
 
 
-def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
-    """Count the positions that partial tiles keep, evaluating the mask on some tiles at a time."""
-    row, first, last = _spans(runs.partial)
+def kept_function(blocks: BlockMask) -> Callable[..., Tensor]:
+    """Return a function (b, h, q, kv) -> bool that evaluates the mask on int32 tensors."""
+    mask = blocks.traced()
+    dtype = compute_dtype(mask)
+
+    def kept(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        env = {"b": b, "h": h, "q": q, "kv": kv}
+        return evaluate([mask.root], env, mask.tensors, dtype)[0]
+
+    return kept
+
+
+def positions_in_partial_tiles(
+    runs: BlockRuns, partial: Runs, kept: Callable[..., Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Evaluate a mask on the positions of partial tiles, some tiles at a time.
+
+    Args:
+        runs: the tiles.
+        partial: `runs.partial`, or its first rows.
+        kept: see `kept_function`.
+
+    Yields:
+        Batch entry and head as b * heads + h, int32 [tiles, 1, 1]; query positions [tiles, rows, 1]
+        and key positions [tiles, 1, columns]; and bool [tiles, rows, columns], True where the mask
+        keeps a position. Positions beyond the lengths are not kept.
+    """
+    row, first, last = _spans(partial)
     tiles = row.repeat_interleave(last - first)
     before = (last - first).cumsum(0) - (last - first)
     column = torch.arange(len(tiles)) - (before - first).repeat_interleave(last - first)
     height, width = runs.block
     inside = [torch.arange(n, dtype=torch.int32, device=runs.device) for n in runs.block]
-    total = 0
     for at in torch.arange(len(tiles)).split(max(1, _AT_ONCE // (height * width))):
         tile_row, tile_column = (
             x[at].to(runs.device, torch.int32).view(-1, 1, 1) for x in (tiles, column)
@@ -212,8 +232,7 @@ def _partial_positions(runs: BlockRuns, kept: Callable[..., Any]) -> int:
         real = (q < runs.q_len) & (kv < runs.kv_len)
         # positions beyond the lengths may index outside of a captured tensor
         q, kv = q.clamp(max=runs.q_len - 1), kv.clamp(max=runs.kv_len - 1)
-        total += int((kept(pair // runs.heads, pair % runs.heads, q, kv) & real).sum())
-    return total
+        yield pair, q, kv, kept(pair // runs.heads, pair % runs.heads, q, kv) & real
 
 
 def _spans(kind: Runs) -> tuple[Tensor, Tensor, Tensor]:

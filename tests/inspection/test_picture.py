@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from attnkit import create_block_mask, masks
+from attnkit import create_block_mask, create_mask, masks
 from attnkit.errors import ArgumentError, OptionError, UnsupportedError
-from attnkit.inspection import picture
-from attnkit.inspection.picture import save, show, tile_shares
+from attnkit.inspection import mask_figure
+from attnkit.inspection.mask_cells import cells_of, tile_shares
+from attnkit.inspection.picture import save, show
+from attnkit.sparsity.block_mask import BlockMask
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns
 from attnkit.tracing.mask import Mask, per_head
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def test_text() -> None:
@@ -145,27 +151,145 @@ def test_any_size_is_drawn(tmp_path: Path, sizes: tuple[int, int]) -> None:
     assert save(tmp_path / "a.png", masks.causal(), *sizes, block=16).stat().st_size > 1000
 
 
-def test_many_runs_are_drawn_as_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "_MOST_BARS", 10)
-    monkeypatch.setattr(picture, "_MOST_POSITIONS", 10)
-    monkeypatch.setattr(picture, "_MOST_CELLS", 8)
-    blocks = create_block_mask(masks.causal(), None, None, 128, 128, BLOCK_SIZE=2)
-    (axes,) = picture._figure(blocks, "title").axes
+def rgba(name: str) -> Tensor:
+    from matplotlib.colors import to_rgba
+
+    return torch.tensor(to_rgba(mask_figure._COLOURS[name]), dtype=torch.float64)
+
+
+def drawn(blocks: BlockMask) -> Axes:
+    """Draw a mask of one batch entry and head, and return its panel."""
+    axes: Axes
+    (axes,) = mask_figure.mask_figure(blocks, "title").axes
+    return axes
+
+
+def notes(blocks: BlockMask) -> str:
+    """Return the legend's line about pixels."""
+    (legend,) = mask_figure.mask_figure(blocks, "title").legends
+    return str(legend.get_title().get_text())
+
+
+@pytest.mark.parametrize(("length", "block"), [(64, 128), (64, 16), (100, 48)])
+def test_what_partial_tiles_keep_is_drawn_on_them(length: int, block: int) -> None:
+    mask = masks.natten((length,), 7)
+    blocks = create_block_mask(mask, None, None, length, length, BLOCK_SIZE=block)
+    axes = drawn(blocks)
+    tiles = torch.zeros(length, length, dtype=torch.bool)
+    _, partial, _ = axes.collections
+    for path in partial.get_paths():
+        (left, top), (right, bottom) = path.vertices.min(0), path.vertices.max(0)
+        assert left % block == top % block == 0
+        assert all(x % block == 0 or x == length for x in (right, bottom))
+        tiles[int(top) : int(bottom), int(left) : int(right)] = True
     (image,) = axes.images
-    cells = torch.tensor(image.get_array())
-    assert cells.shape == (8, 8)
-    # of 8 x 8 tiles on the diagonal, 28 are full and 8 partial
-    assert torch.equal(cells, torch.ones(8, 8).tril(-1).double() + torch.eye(8) * (32 / 64))
+    assert image.get_extent() == [0, length, length, 0]
+    pixels = torch.tensor(image.get_array())
+    kept = pixels[..., 3] > 0
+    assert torch.equal(kept, create_mask(mask, None, None, length, length)[0, 0] & tiles)
+    torch.testing.assert_close(pixels[kept], rgba("kept").expand(int(kept.sum()), 4))
+    assert notes(blocks) == ""
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 90), st.integers(1, 90), st.integers(1, 40), st.integers(1, 40),
+    st.integers(1, 40), st.sampled_from(["causal", "holes", "heads"]),
+)  # fmt: skip
+def test_cells_measure_the_mask(
+    q_len: int, kv_len: int, height: int, width: int, most: int, name: str
+) -> None:
+    table = torch.rand(2, q_len, kv_len, generator=torch.Generator().manual_seed(most)) < 0.5
+    mask = {
+        "causal": masks.causal(),
+        "holes": Mask(lambda b, h, q, kv: table[0, q, kv], "holes()"),
+        "heads": Mask(lambda b, h, q, kv: table[h, q, kv] | (kv < 20), "heads()"),
+    }[name]
+    heads = 2 if name == "heads" else 1
+    blocks = create_block_mask(mask, None, heads, q_len, kv_len, BLOCK_SIZE=(height, width))
+    found = cells_of(blocks, heads, (most, most + 3), 1 << 20)
+    dense = create_mask(mask, 1, heads, q_len, kv_len)[0]
+    states = blocks.runs.states()[0].repeat_interleave(height, -2).repeat_interleave(width, -1)
+    assert len(found) == heads
+    for h, cells in enumerate(found):
+        assert cells.kept is not None
+        assert cells.kept.shape[0] <= most
+        assert cells.kept.shape[1] <= most + 3
+        state = states[h, :q_len, :kv_len]
+        for i in range(cells.kept.shape[0]):
+            for j in range(cells.kept.shape[1]):
+                at = tuple(
+                    slice(n * side, (n + 1) * side)
+                    for n, side in zip((i, j), cells.size, strict=True)
+                )
+                in_partial = state[at] == PARTIAL
+                for share, wanted in (
+                    (cells.full, state[at] == FULL),
+                    (cells.partial, in_partial),
+                    (cells.kept, in_partial & dense[h][at]),
+                ):
+                    assert abs(float(share[i, j] - wanted.double().mean())) < 1e-12
+
+
+def test_no_cells_of_partial_tiles_that_are_too_large() -> None:
+    blocks = create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=16)
+    at_most = blocks.runs.partial.length.sum() * 16 * 16
+    assert cells_of(blocks, 1, (64, 64), int(at_most))[0].kept is not None
+    assert cells_of(blocks, 1, (64, 64), int(at_most) - 1)[0].kept is None
+
+
+def test_a_pixel_of_several_positions_shows_all_that_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mask_figure, "_MOST_BARS", 10)
+    monkeypatch.setattr(mask_figure, "_MOST_CELLS", 16)
+    mask = Mask(lambda b, h, q, kv: (kv < 32) | ((q == 90) & (kv == 70)), "rare()")
+    blocks = create_block_mask(mask, None, None, 128, 128, BLOCK_SIZE=2)
+    axes = drawn(blocks)
+    (image,) = axes.images
+    pixels = torch.tensor(image.get_array())
+    assert pixels.shape == (16, 16, 4)
     assert image.get_extent() == [0, 128, 128, 0]
     assert axes.get_xlim() == (0, 128)
     assert axes.get_ylim() == (128, 0)
+    full, empty = rgba("full"), rgba("empty")
+    torch.testing.assert_close(pixels[:, :4], full.expand(16, 4, 4))
+    rare = pixels[11, 8]  # one of 64 positions
+    assert float((rare - empty).abs().max()) > 0.1
+    pixels[11, 8] = empty
+    torch.testing.assert_close(pixels[:, 4:], empty.expand(16, 12, 4))
+    assert notes(blocks) == (
+        "a pixel stands for 8 x 8 positions (q x kv) and mixes their colours;\n"
+        "rare ones are strengthened"
+    )
+
+
+def test_bars_with_pixels_of_several_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_figure, "_MOST_CELLS", 16)
+    blocks = create_block_mask(masks.causal(), None, None, 64, 32, BLOCK_SIZE=16)
+    (image,) = drawn(blocks).images
+    pixels = torch.tensor(image.get_array())
+    assert pixels.shape == (16, 16, 4)  # of 4 x 2 positions
+    # cell (0, 0): 7 of 8 kept, in a partial tile
+    torch.testing.assert_close(pixels[0, 0], (7 * rgba("kept") + rgba("partial")) / 8)
+    assert float(pixels[0, 3, 3]) == float(pixels[8, 0, 3]) == 0  # not kept; full
+    note = "a pixel stands for 4 x 2 positions (q x kv); the darker, the more are kept"
+    assert notes(blocks) == note
+
+
+def test_long_lengths_are_written_out() -> None:
+    blocks = create_block_mask(masks.sliding_window(5), None, None, 1 << 20, 1 << 20)
+    axes = drawn(blocks)
+    axes.figure.canvas.draw()  # type: ignore[attr-defined]
+    texts = [label.get_text() for label in axes.get_xticklabels()]
+    assert {"0", "262144", "1048576"} <= set(texts)
 
 
 def test_heads_beyond_the_panels_are_named() -> None:
     shifts = torch.arange(12)
     mask = Mask(lambda b, h, q, kv: kv <= q + shifts[h], "shifted()")
     blocks = create_block_mask(mask, None, 12, 64, 64, BLOCK_SIZE=16)
-    figure = picture._figure(blocks, "shifted()")
+    figure = mask_figure.mask_figure(blocks, "shifted()")
     assert len(figure.axes) == 8
     assert figure.get_suptitle() == "shifted() (first 8 of 12)"
 

@@ -117,6 +117,28 @@ def dilated(draw):
 
 
 @case
+def chunked(draw):
+    size = draw(blocks)
+    given, q_len, own, place = alignment(draw)
+    kind = draw(st.integers(0, 2))
+    start = [0, draw(near), ints(draw, 0, LONGEST, len(own) if len(own) > 1 else 2)][kind]
+    starts = start.tolist() if kind == 2 else [start] * len(own)
+    batch = max(len(own), len(starts))
+
+    def keep(b, h, q, kv):
+        at = place(b % len(own), q)
+        if kv >= own[b % len(own)]:
+            return False
+        for first in range(starts[b], 3 * LONGEST, size):
+            if at in range(first, first + size):
+                return kv in range(first, at + 1)
+        return False
+
+    mask = masks.chunked(size, start=start, **given)
+    return Case(mask, keep, q_len, own[0], batch)
+
+
+@case
 def strided(draw):
     stride = draw(blocks)
 

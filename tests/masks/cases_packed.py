@@ -196,3 +196,36 @@ def paged(draw):
     given = mask if inner == "mask" else lambda b, h, q, kv: mask(b, h, q, kv)
     made = masks.paged(given, torch.tensor(table), size, pages, own)
     return Case(made, keep, draw(lengths), pages * size, 2)
+
+
+@case
+def padding_from_mask(draw):
+    q_len, kv_len = draw(lengths), draw(lengths)
+    rows = draw(st.booleans())
+    given = bools(draw, 2, max(q_len, kv_len) if rows else kv_len)
+    dtype = draw(
+        st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64])
+    )
+    tokens = given.tolist()
+    keep = lambda b, h, q, kv: tokens[b][kv] and (not rows or tokens[b][q])
+    return Case(masks.padding_from_mask(given.to(dtype), rows=rows), keep, q_len, kv_len, 2)
+
+
+@case
+def image_spans(draw):
+    length, kv_len = draw(lengths), draw(lengths)
+    text = draw(st.sampled_from([0, -1]))
+    batched, size = draw(st.booleans()), draw(st.one_of(st.none(), st.integers(1, LONGEST)))
+    ids = ints(draw, text, text + 2, *([2, length] if batched else [length]))
+    mask = masks.image_spans(ids, text=text, size=size)
+    rows = ids.reshape(-1, length).tolist()
+
+    def together(own, q, kv):
+        stretch = own[min(q, kv) : max(q, kv) + 1]
+        return kv < length and stretch[0] != text and len(set(stretch)) == 1
+
+    def keep(b, h, q, kv):
+        first = 0 if size is None else q - size + 1
+        return first <= kv <= q or together(rows[b], q, kv)
+
+    return Case(mask, keep, length, kv_len, len(rows))

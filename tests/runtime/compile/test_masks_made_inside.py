@@ -118,6 +118,23 @@ def test_pages() -> None:
     )
 
 
+def test_padding_chunks_and_images() -> None:
+    def call(query: Tensor, key: Tensor, value: Tensor, given: Tensor, types: Tensor) -> Tensor:
+        padding = masks.padding_from_mask(given, rows=True)
+        mask = masks.image_spans(types, size=9) & padding
+        first = flex_attention(query, key, value, None, mask)
+        chunks = masks.chunked(16, start=(given == 0).sum(-1))
+        out: Tensor = flex_attention(first, key, value, None, chunks & padding)
+        return out
+
+    examples = []
+    for length, padded in ((40, 3), (50, 0), (64, 17)):
+        given = (torch.arange(length) >= torch.tensor([[0], [padded]])).long()
+        types = (torch.arange(length) // 5 % 2).expand(2, -1)
+        examples.append((inputs(length, batch=2), given, types))
+    check(call, examples)
+
+
 def test_a_block_mask_of_documents() -> None:
     def call(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
         mask = masks.document_from_lengths(lengths)

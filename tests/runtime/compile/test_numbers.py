@@ -170,6 +170,7 @@ MADE_INSIDE: dict[str, Callable[[int], tuple[Any, Any]]] = {
     "streaming_llm": lambda i: (None, masks.streaming_llm(2 + i, 1 + i)),
     "longformer": lambda i: (None, masks.longformer(2 + i, 3)),
     "dilated": lambda i: (None, masks.dilated(2 + i, 2)),
+    "chunked": lambda i: (None, masks.chunked(2 + i, start=1 + i)),
     "strided": lambda i: (None, masks.strided(2 + i)),
     "block_diagonal": lambda i: (None, masks.block_diagonal(2 + i)),
     "shift": lambda i: (None, masks.causal().shift(q=1 + i)),
