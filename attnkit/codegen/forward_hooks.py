@@ -13,6 +13,7 @@ from cutlass import Float32
 
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit
+from attnkit.codegen.emit_cute_math import sigmoid_of_log2
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import ScoreForm
@@ -59,7 +60,7 @@ class GraphForward:
         self.has_mask = mask is not None
         self.has_sink = sink
         self.intervals = None if ends is None else len(ends)
-        self.only_scales = form.plain and positive
+        self.only_scales = form.plain and positive and form.weight != "sigmoid"
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
@@ -171,7 +172,7 @@ class GraphForward:
         return self._combine(columns, places, values)
 
     def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        """Emit score * factor + term of the column + bias for each element."""
+        """Emit score * factor + term of the column + bias for each element, and its sigmoid."""
         result = []
         for (_, j, s), value in zip(places, values, strict=True):
             parts = iter(value)
@@ -181,7 +182,7 @@ class GraphForward:
             for term in (columns[j][1], bias):
                 if term is not None:
                     x = term if x is None else x + term
-            result.append(x)
+            result.append(sigmoid_of_log2(x) if self.form.weight == "sigmoid" else x)
         return result
 
     def factor(self, site: Any, head: Values) -> Any:

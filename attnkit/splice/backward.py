@@ -48,6 +48,8 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         any(inputs.needs_grad) or not template.entropies(widths)
     ):
         return False
+    if not program.has_softmax and not template.weights(widths, any(inputs.needs_grad)):
+        return False
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
     columns = template.block_kv(widths)
@@ -78,11 +80,12 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
     needs_grad = tuple(inputs.needs_grad)
-    learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths))
+    softmax = program.has_softmax
+    learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths), softmax)
     case = BackwardCase(
         widths,
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
-        additive=score_form(program.score).additive,
+        additive=softmax and score_form(program.score).additive,
         learned=frozenset(index_level(load) for load, _ in learned.scores),
         lists_override_mask=program.lists_override_mask,
     )
@@ -90,6 +93,8 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     light = _light(program, bool(learned.scores))
     if inputs.grad_entropy is not None:  # which q blocks of 64 rows leave registers for
         switches, light = switches | {"with_entropy": True}, False
+    if not softmax:  # as do weights that are no multiples of dS
+        switches, light = switches | {"weights": True}, False
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

@@ -90,7 +90,9 @@ def config_of(
         "need_max": need_max,
         "need_entropy": need_entropy,
     }
-    if (
+    if form.weight:
+        config["softmax"] = "none"
+    elif (
         form.ceiling is not None
         and form.ceiling <= CEILING
         and dtype == "bfloat16"

@@ -57,6 +57,7 @@ class ForwardConfig:
             one takes over the work tile of one that was not launched yet.
         need_max: also write the row maxima.
         need_entropy: also write the entropies of the rows.
+        weights: there is no softmax, P is the modified score, 0 where masked.
     """
 
     dtype: str = "bfloat16"
@@ -71,6 +72,7 @@ class ForwardConfig:
     work: str = "counter"
     need_max: bool = False
     need_entropy: bool = False
+    weights: bool = False
 
     def __post_init__(self) -> None:
         for problem in self.problems():

@@ -139,7 +139,8 @@ class Backward:
         self.lse_in_mma = LseInMma(config, hooks)
         self.producer = Producer(config)
         alibi = Alibi(hooks, config.block_q, self.lse_in_mma.with_slope)
-        late = not (hooks.has_derivative or hooks.gradient_levels or config.rounded)
+        needs_p = hooks.has_derivative or hooks.gradient_levels or config.weights
+        late = not (needs_p or config.rounded)
         self.softmax = SoftmaxBackward(config, hooks, alibi, late)
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)

@@ -26,7 +26,7 @@ class ForwardConfig:
         softmax: which maximum is subtracted from the scores to compute P. "delayed-max": the row
             maximum of the previous blocks; P is recomputed exactly where the maximum grew too much.
             "online": the row maximum including the current block. "no-max": none, for bounded
-            scores.
+            scores. "none": there is no softmax, P is the modified score, 0 where masked.
         double_buffer_p: P has two register buffers, so that the next P is packed while P V still
             reads the first buffer; otherwise it is packed after P V. "delayed-max" needs it.
         exp_before_wait: compute the exponentials before the wait for P V.
