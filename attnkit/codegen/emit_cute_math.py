@@ -94,12 +94,6 @@ def fast_sigmoid(a: Value) -> Value:
     return cute.math.div(number(1.0), number(1.0) + power, approx=True)
 
 
-def sigmoid_of_log2(a: Value) -> Value:
-    """Emit 1 / (1 + 2**-a) with approximate exp2 and division; relative error near 2^-22."""
-    power = cute.math.exp2(-a, approx=True)
-    return cute.math.div(number(1.0), number(1.0) + power, approx=True)
-
-
 def expm1(a: Value) -> Value:
     """Emit exp(a) - 1 with an error of about 1.5 ulp.
 

@@ -13,7 +13,6 @@ from cutlass import Float32
 
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit
-from attnkit.codegen.emit_cute_math import sigmoid_of_log2
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import ScoreForm
@@ -60,7 +59,7 @@ class GraphForward:
         self.has_mask = mask is not None
         self.has_sink = sink
         self.intervals = None if ends is None else len(ends)
-        self.only_scales = form.plain and positive and form.weight != "sigmoid"
+        self.only_scales = form.plain and positive
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
@@ -172,7 +171,7 @@ class GraphForward:
         return self._combine(columns, places, values)
 
     def _combine(self, columns: Columns, places: Sequence[Any], values: Any) -> list[Any]:
-        """Emit score * factor + term of the column + bias for each element, and its sigmoid."""
+        """Emit score * factor + term of the column + bias for each element."""
         result = []
         for (_, j, s), value in zip(places, values, strict=True):
             parts = iter(value)
@@ -182,7 +181,7 @@ class GraphForward:
             for term in (columns[j][1], bias):
                 if term is not None:
                     x = term if x is None else x + term
-            result.append(sigmoid_of_log2(x) if self.form.weight == "sigmoid" else x)
+            result.append(x)
         return result
 
     def factor(self, site: Any, head: Values) -> Any:

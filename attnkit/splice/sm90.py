@@ -91,7 +91,9 @@ def config_of(
         "need_entropy": need_entropy,
     }
     if form.weight:
-        config["softmax"] = "none"
+        # a second P buffer would serialise the products: no branch separates them from its writes
+        kind = "sigmoid" if form.weight == "sigmoid" else "none"
+        config |= {"softmax": kind, "double_buffer_p": False, "exp_before_wait": kind == "sigmoid"}
     elif (
         form.ceiling is not None
         and form.ceiling <= CEILING

@@ -11,8 +11,8 @@ the row's sum, its rounding error would change the output by the same fraction. 
 therefore divided by a sum in which the largest P of each block is rounded too. The LSE uses the sum
 without rounding.
 
-Without a softmax (`ForwardConfig.weights`) P is the modified score: there is no maximum, no sum and
-nothing to rescale.
+Without a softmax (`ForwardConfig.weights`) P is the modified score or its sigmoid: there is no
+maximum, no sum and nothing to rescale.
 
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others are
 plain Python, so that they can pass records and the hooks' tuples.
@@ -30,6 +30,7 @@ from attnkit.templates.common import device as common_device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
+from attnkit.templates.common.sigmoid import sigmoid
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import (
     at_least,
@@ -350,7 +351,7 @@ class Softmax:
                     (yes | full if hooks.lists_override_mask else yes) & common_device.bit(valid, j)
                     for j, yes in enumerate(keep)
                 ]
-            out = Float32(0.0 if self.config.weights else NEG_INF)
+            out = Float32(0.0 if self.config.weights == "linear" else NEG_INF)
             chunk = [cutlass.select_(yes, x, out) for yes, x in zip(keep, chunk, strict=True)]
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
@@ -436,11 +437,16 @@ class Softmax:
         return pairs
 
     def weights(self, values: list[Float32], factor: Float32 | None) -> list[Any]:
-        """Return P of adjacent columns without a softmax, values * factor, as float32 pairs."""
-        pairs = [(values[j], values[j + 1]) for j in range(0, len(values), 2)]
-        if factor is None:
-            return pairs
-        return [cute.arch.mul_packed_f32x2(pair, (factor, factor)) for pair in pairs]
+        """Return P of adjacent columns without a softmax as float32 pairs.
+
+        It is values * factor, or the sigmoid of it.
+        """
+        pairs: list[Any] = [(values[j], values[j + 1]) for j in range(0, len(values), 2)]
+        if factor is not None:
+            pairs = [cute.arch.mul_packed_f32x2(pair, (factor, factor)) for pair in pairs]
+        if self.config.weights == "sigmoid":
+            pairs = [tuple(sigmoid(x, self.config.dtype) for x in pair) for pair in pairs]
+        return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
         """Return the value to add to scores * factor to get the exponents of P."""

@@ -582,7 +582,7 @@ class Backward:
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
-    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score:
+    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score or config.weights:
         return 0
     # a mask that is evaluated per score needs registers, and so does a q block of 128 rows
     by_element = hooks.has_mask and hooks.intervals is None

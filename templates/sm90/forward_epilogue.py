@@ -134,7 +134,7 @@ class Epilogue:
 
         Without a softmax there is none of them.
         """
-        if self.config.softmax == "none":
+        if self.config.weights:
             return
         for r in range(ROWS):
             total = device.quad_sum(state.sum[r])
@@ -173,7 +173,7 @@ class Epilogue:
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
         """Multiply the output accumulator by `state.scale`, the reciprocal of the row sums."""
-        if self.config.softmax == "none":
+        if self.config.weights:
             return
         for i in range(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * state.scale[row_of(i)]

@@ -313,7 +313,7 @@ class Softmax:
         return hooks.block(site, tile.head, block.start)
 
     def apply_mask(self, bits: list[list[Int32]] | None, acc_s: cute.Tensor) -> None:
-        """Set the masked scores to -inf (to 0 without a softmax), in place."""
+        """Set the masked scores in place to -inf, or to 0 if scores are weights."""
         if bits is not None:
             masked = 0.0 if self.config.softmax == "none" else NEG_INF
             for i in range(cute.size(acc_s)):
@@ -412,8 +412,8 @@ class Softmax:
         """
         nan = self.config.need_max  # torch's maximum propagates NaN
         factor = self.factor(tile)
-        if self.config.softmax == "none":
-            write_weights(acc_s, p, factor, self.dtype)
+        if self.config.weights:
+            write_weights(self.config, acc_s, p, factor)
             return
         for r in range(ROWS):
             reference = None
@@ -446,8 +446,8 @@ class Softmax:
         base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
         self.apply_mask(bits, acc_s)
         kind = self.config.softmax
-        if kind == "none":
-            write_weights(acc_s, p, factor, self.dtype)
+        if self.config.weights:
+            write_weights(self.config, acc_s, p, factor)
         elif kind == "no-max":
             row_sum, moment, small = state.sum, self._block_moment(), bits is not None
             for r in range(ROWS):
@@ -605,7 +605,7 @@ class Softmax:
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, scale: cute.Tensor):
         """Multiply the output accumulator by `scale`, unless it is 1 in the whole warp."""
-        if const_expr(self.config.softmax not in ("no-max", "none")):
+        if const_expr(not (self.config.softmax == "no-max" or self.config.weights)):
             if cute.arch.vote_any_sync((scale[0] != Float32(1.0)) | (scale[1] != Float32(1.0))):
                 for i in cutlass.range_constexpr(cute.size(acc_o)):
                     acc_o[i] = acc_o[i] * scale[row_of(i)]

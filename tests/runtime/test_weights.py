@@ -219,6 +219,12 @@ def test_statistics_of_a_softmax_are_refused(asked: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_case_of_check_variant_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"normalization='{name}' cannot be checked yet"):
+        Case(q_len=3, kv_len=4, normalization=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sink_is_refused(name: str) -> None:
     with pytest.raises(ConflictError, match=f"sink and normalization='{name}'.*denominator"):
         attend(draw(), name, sink=torch.zeros(4, dtype=F64))
