@@ -168,8 +168,12 @@ def _attention(
         b, h = (torch.tensor(i, device=rows.device) for i in place)
         columns = torch.arange(len(key), dtype=torch.int32, device=rows.device)
         scores = score_mod(scores, b, h, rows.int()[:, None], columns[None])
-    if p.mask_mod is not None:
-        kept = kept_rows(p.mask_mod, rows.int(), len(key))
+    kept = None if p.mask_mod is None else kept_rows(p.mask_mod, rows.int(), len(key))
+    if p.normalization != "softmax":
+        weights = torch.sigmoid(scores) if p.normalization == "sigmoid" else scores
+        weights = weights if kept is None else weights.masked_fill(~kept, 0)
+        return weights.to(query.dtype) @ value
+    if kept is not None:
         scores = scores.masked_fill(~kept, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(dead, 0)

@@ -95,6 +95,7 @@ def attnkit_run(
             *(p.query, p.key, p.value, score_mod, p.mask_mod),
             enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
             deterministic=deterministic, sink=p.sink, return_aux=aux,
+            normalization=p.normalization,
         )  # fmt: skip
         out: Tensor = result if aux is None else result[0]
         return out
@@ -148,8 +149,8 @@ def flex_run(
         block: `BLOCK_SIZE` of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
         mode: passed to `torch.compile`.
     """
-    if p.sink is not None or p.entropy:
-        raise Unsuitable("has no attention sink and no entropies")
+    if p.sink is not None or p.entropy or p.normalization != "softmax":
+        raise Unsuitable("has no attention sink, no entropies and no weights but a softmax's")
     mask = None
     if p.mask_mod is not None:
         length, device = p.shape.length, p.query.device
@@ -216,8 +217,8 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
         options["pack_gqa"] = pack_gqa
     if p.score == "softcap":
         options["softcap"] = SOFTCAP
-    if p.entropy:
-        raise Unsuitable("has no entropies")
+    if p.entropy or p.normalization != "softmax":
+        raise Unsuitable("has no entropies and no weights but a softmax's")
     if p.sink is not None:
         if p.query.requires_grad:
             raise Unsuitable("has no backward with an attention sink")
@@ -258,7 +259,8 @@ def _leaf(t: Tensor, like: Tensor) -> Tensor:
 
 def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
     """Build a call of scaled_dot_product_attention restricted to one backend."""
-    if p.score or p.sink is not None or p.entropy or p.mask not in ("", "causal"):
+    softmax = p.sink is None and not p.entropy and p.normalization == "softmax"
+    if p.score or not softmax or p.mask not in ("", "causal"):
         raise Unsuitable("has no such mask or score")
     grouped = p.shape.heads != p.shape.kv_heads
 

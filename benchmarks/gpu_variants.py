@@ -185,6 +185,10 @@ def _gate(sums: Tensor) -> Mod:
     return lambda score, b, h, q, kv: score + sums[h, q] - sums[h, kv]
 
 
+def _shift(term: Tensor) -> Mod:
+    return lambda score, b, h, q, kv: score + term
+
+
 def _full_bias(table: Tensor) -> Mod:
     return lambda score, b, h, q, kv: score + table[h, q, kv]
 
@@ -211,6 +215,7 @@ SCORES: dict[str, Score] = {
     "gate": Score(
         lambda shape: (_random(shape.heads, shape.length).abs().div(-64).cumsum(1),), _gate
     ),
+    "less_log": Score(lambda shape: (torch.tensor(-math.log(shape.length)),), _shift),
     "full_bias": Score(
         lambda shape: (_random(shape.heads, shape.length, shape.length),), _full_bias
     ),
@@ -231,6 +236,7 @@ class Problem:
         tables: captured tensors of the score_mod; they require grad if the case learns them.
         sink: float32 [heads], the attention sink; None without one. It requires grad in a backward.
         entropy: whether the call also returns the entropies of the rows.
+        normalization: what makes the weights, as in `attnkit.flex_attention`.
         density: fraction of the (query, key) pairs that the mask keeps.
     """
 
@@ -245,6 +251,7 @@ class Problem:
     tables: tuple[Tensor, ...]
     sink: Tensor | None
     entropy: bool
+    normalization: str
     density: float
 
     @property
@@ -302,7 +309,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     query, key, value, grad = inputs
     case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables, sink,
-        case.get("entropy", False),
+        case.get("entropy", False), case.get("normalization", "softmax"),
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
     return case_problem.for_backward() if backward else case_problem

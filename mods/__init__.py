@@ -13,6 +13,7 @@ from attnkit.mods._alibi import alibi
 from attnkit.mods._compose import compose
 from attnkit.mods._decay import distance_decay, kerple
 from attnkit.mods._examples import Example, examples
+from attnkit.mods._forgetting import forgetting_gate
 from attnkit.mods._full_bias import full_bias
 from attnkit.mods._graphormer import graphormer
 from attnkit.mods._head import head_gate, head_scale
@@ -30,6 +31,7 @@ __all__ = [
     "compose",
     "distance_decay",
     "examples",
+    "forgetting_gate",
     "full_bias",
     "graphormer",
     "head_gate",

@@ -14,6 +14,7 @@ from attnkit.mods._alibi import alibi
 from attnkit.mods._check import FLOATS, flag, own_device, text, whole
 from attnkit.mods._compose import compose
 from attnkit.mods._decay import distance_decay, kerple
+from attnkit.mods._forgetting import forgetting_gate
 from attnkit.mods._full_bias import full_bias
 from attnkit.mods._graphormer import graphormer
 from attnkit.mods._head import head_gate, head_scale
@@ -146,11 +147,14 @@ def _tables(length: int, heads: int, batch: int, draw: _Draw) -> _Instances:
     paths = draw.learned(heads, nodes)
     distance = draw.ints(0, nodes, batch, length, length)
     far = max(9, length // 2)
+    sums, own_sums = draw.learned(heads, length), draw.learned(batch, heads, length)
     return {
         "t5_bias": (t5_bias(t5, max_distance=far), t5),
         "t5_bias/decoder": (t5_bias(decoder, bidirectional=False, max_distance=far), decoder),
         "relative_bias": (relative_bias(near), near),
         "bias_2d": (bias_2d(image), image),
+        "forgetting_gate": (forgetting_gate(sums), sums),
+        "forgetting_gate/batch": (forgetting_gate(own_sums), own_sums),
         "full_bias": (full_bias(square), square),
         "full_bias/shared": (full_bias(shared), shared),
         "graphormer": (graphormer(paths, distance[0]), paths),

@@ -9,6 +9,10 @@ is linear in kv, with a factor that depends on the head alone, such as that of A
 origin into three parts: one per row, one per block, and one per column that is the same in all
 blocks. A kernel that can add slope * (kv - q) faster by itself requests that term separately
 (`separate_distance`).
+
+Without a softmax the weight of a value is the modified score itself (`weight_form`): x is the
+weight, in natural units, and all terms belong to it. If the weight is a sigmoid, x is the argument
+of the sigmoid in log2 units, and the weight is 1 / (1 + 2**-x).
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class ScoreForm(NamedTuple):
         ceiling: bound on |x| for all scores, log2 units; None if no bound is known.
         distance: factor of (kv - q), log2 units, which depends on the head alone; None for 0, or
             without `separate_distance`: `slope` and `row` then include the term.
+        weight: what x is without a softmax: "linear" for the weight itself, "sigmoid" for the
+            argument of a sigmoid in log2 units; "" for the exponent of a softmax.
     """
 
     factor: Node | None
@@ -52,6 +58,7 @@ class ScoreForm(NamedTuple):
     row: Node | None
     ceiling: float | None
     distance: Node | None = None
+    weight: str = ""
 
     @property
     def plain(self) -> bool:
@@ -61,7 +68,34 @@ class ScoreForm(NamedTuple):
     @property
     def additive(self) -> bool:
         """Return whether the score_mod only adds a term that does not depend on the score."""
-        return self.factor is build("mul", SCALE, const(LOG2E))
+        return not self.weight and self.factor is build("mul", SCALE, const(LOG2E))
+
+
+def weight_form(root: Node | None, *, split_sigmoid: bool = True) -> ScoreForm:
+    """Convert the graph of a weight to the `ScoreForm` that a kernel without a softmax computes.
+
+    Args:
+        root: the weight, a score_mod, or a sigmoid of one; None for the unmodified score.
+        split_sigmoid: whether to leave a sigmoid at the root to the kernel. A backward needs its
+            derivative too, which shares the sigmoid of the graph.
+    """
+    root = SCORE if root is None else root
+    sigmoid = split_sigmoid and root.op == "sigmoid"
+    unit = const(LOG2E if sigmoid else 1.0)
+    inner = root.args[0] if sigmoid else root
+    with_score = [n for n in terms(inner) if "score" in ir.reads(n)]
+    biases = [n for n in terms(inner) if n not in with_score]
+    core = sum_of(with_score) or const(0.0)
+    split = linear(core)
+    factor: Node | None = None
+    if split is not None:
+        factor = build("mul", SCALE, _scaled(split.factor, unit))
+        biases += [] if split.bias is const(0.0) else [split.bias]
+        total = sum_of(biases)
+    else:
+        total = sum_of([unscaled(core), *biases])
+    bias = None if total is None else _scaled(total, unit)
+    return ScoreForm(factor, bias, None, None, None, weight="sigmoid" if sigmoid else "linear")
 
 
 def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:

@@ -14,7 +14,7 @@ import attnkit
 from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
-from attnkit.runtime.normalization import sink_of
+from attnkit.runtime.normalization import resolve
 from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
@@ -255,8 +255,10 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
                                         for axis, n in enumerate(t.shape)])
         for t in (query, key, value)
     ]  # fmt: skip
-    normalization = options.pop("normalization", "softmax")
-    options["sink"] = sink_of(normalization, options.get("sink"), query)
+    asked = query, arguments[4], options["return_aux"]
+    options["normalization"], options["sink"] = resolve(
+        options.get("normalization", "softmax"), options.get("sink"), *asked
+    )
     call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):

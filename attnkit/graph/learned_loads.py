@@ -47,7 +47,7 @@ class LearnedLoads(NamedTuple):
 
 
 def learned_loads(
-    root: Node | None, needs_grad: Sequence[bool], row_sums: bool = False
+    root: Node | None, needs_grad: Sequence[bool], row_sums: bool = False, softmax: bool = True
 ) -> LearnedLoads:
     """Sort the loads of a score_mod whose tensors need a gradient.
 
@@ -56,11 +56,15 @@ def learned_loads(
         needs_grad: for each captured tensor of the score, whether its gradient is needed.
         row_sums: whether the kernels sum dF * score over rows. They do so for all loads of a
             score_mod or for none, because another load needs work per score anyway.
+        softmax: whether a softmax follows. Without one a shift of a row changes its output, and all
+            loads need work per score.
     """
     if root is None or not any(needs_grad):
         return LearnedLoads((), (), ())
     found = adjoint(root)
     loads = [(n, c) for n, c in found.loads if needs_grad[int(str(n.attr))]]
+    if not softmax:
+        return LearnedLoads((), (), tuple(loads))
     shifts = tuple((n, c) for n, c in loads if _shifts_rows(n, c))
     rest = tuple(pair for pair in loads if pair not in shifts)
     row_slope = level_of(unit_gradient(found.dscore)) in _OF_ROWS

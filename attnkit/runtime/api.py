@@ -162,8 +162,11 @@ def flex_attention(
             the modified scores, so that `scale` does not apply to it, and is differentiable. The
             LSE includes it, the max scores do not. A fully masked row has output 0 and the sink
             as its LSE. A sink of -inf changes nothing.
-        normalization: "softmax", or "softmax1", whose denominator is 1 + sum(exp(score)) ("off by
-            one"): a sink of 0 in every head, which excludes `sink`.
+        normalization: how the modified scores become the weights of the values. "softmax";
+            "softmax1", whose denominator is 1 + sum(exp(score)) ("off by one"): a sink of 0 in
+            every head, which excludes `sink`; "sigmoid", a sigmoid of each score (a bias such as
+            -log(n) belongs in score_mod); "none", the score itself (linear attention). The last two
+            give masked scores the weight 0 and have neither a sink nor an LSE or other statistics.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -182,9 +185,9 @@ def flex_attention(
             counter does not record.
     """
     if normalization is not _SOFTMAX:  # identity, because a comparison costs more
-        from attnkit.runtime.normalization import sink_of  # which most calls do not need
+        from attnkit.runtime.normalization import resolve  # which most calls do not need
 
-        sink = sink_of(normalization, sink, query)
+        normalization, sink = resolve(normalization, sink, query, return_lse, return_aux)
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
@@ -199,6 +202,7 @@ def flex_attention(
             backend,
             deterministic,
             sink,
+            normalization,
         )
         if relaunched is not None:
             return relaunched
@@ -221,6 +225,7 @@ def flex_attention(
         backend,
         deterministic,
         sink,
+        normalization,
     )
     if compiling:
         return symbolic.run_compiled(call)

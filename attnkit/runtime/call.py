@@ -43,7 +43,11 @@ class CallSettings:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Holds the arguments of one call of `flex_attention`; see there for their meaning."""
+    """Holds the arguments of one call of `flex_attention`; see there for their meaning.
+
+    `normalization` and `sink` are what `runtime.normalization.resolve` returns: "softmax1" is
+    "softmax" with a sink.
+    """
 
     query: Tensor
     key: Tensor
@@ -58,6 +62,7 @@ class AttentionCall:
     backend: str = "auto"
     deterministic: bool = False
     sink: Tensor | None = None
+    normalization: str = "softmax"
 
     def check(self) -> CallSettings:
         """Validate all arguments except the functions, which `bind.trace` validates.

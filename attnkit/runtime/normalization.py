@@ -1,4 +1,4 @@
-"""Turn the normalization of a call into an attention sink, which every backend has."""
+"""Check the normalization of a call, and turn softmax1 into a softmax with a sink."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from attnkit.util import caches
 from attnkit.util.arguments import shown
 from attnkit.util.torch_private import is_intercepted, is_stream_capturing, stream_of
 
-NORMALIZATIONS = ("softmax", "softmax1")
-_PLANNED = ("sigmoid", "none")
+NORMALIZATIONS = ("softmax", "softmax1", "sigmoid", "none")
+_STATISTICS = ("lse", "max_scores", "max_logits", "entropy")  # of a softmax: fields of AuxRequest
 
 # Keys: device, stream (0 for the CPU) and number of heads. A stream may read only what an earlier
 # operator of the same stream has written.
@@ -21,8 +21,10 @@ _zeros: dict[tuple[torch.device, int, int], Tensor] = {}
 caches.register(_zeros.clear)
 
 
-def sink_of(normalization: Any, sink: Any, query: Any) -> Any:
-    """Return the sink [Hq] of a call with this normalization; None for none.
+def resolve(
+    normalization: Any, sink: Any, query: Any, return_lse: Any = False, return_aux: Any = None
+) -> tuple[str, Any]:
+    """Check the normalization of a call; return what the backends know: its kind and the sink.
 
     The denominator of softmax1 is 1 + sum(exp(score)), which is that of a softmax with a sink of 0.
 
@@ -30,14 +32,31 @@ def sink_of(normalization: Any, sink: Any, query: Any) -> Any:
         normalization: the argument of `flex_attention`.
         sink: the attention sink that the caller passed, unchecked.
         query: the query, unchecked.
+        return_lse, return_aux: arguments of `flex_attention`, unchecked.
+
+    Returns:
+        "softmax", "sigmoid" or "none"; and the sink [Hq], None for none.
 
     Raises:
-        OptionError: `normalization` is unknown, or does not work yet.
+        OptionError: `normalization` is unknown, or has no such statistic.
         ConflictError: there is a sink, and the normalization is another one than softmax.
     """
     check_normalization(normalization)
     if normalization == "softmax":
-        return sink
+        return "softmax", sink
+    if normalization == "softmax1":
+        return "softmax", _sink_of_softmax1(sink, query)
+    if sink is not None:
+        raise ConflictError(
+            f"sink and normalization={normalization!r} were both given, and a sink is one more term "
+            "in the denominator of a softmax: without a softmax there is no denominator; drop one"
+        )
+    kind = "sigmoid" if normalization == "sigmoid" else "none"
+    _refuse_statistics(kind, return_lse, return_aux)
+    return kind, None
+
+
+def _sink_of_softmax1(sink: Any, query: Any) -> Any:
     if sink is not None:
         raise ConflictError(
             "sink and normalization='softmax1' were both given, and softmax1 is itself a sink of 0 "
@@ -49,21 +68,30 @@ def sink_of(normalization: Any, sink: Any, query: Any) -> Any:
     return _zero_sink(query)
 
 
+def _refuse_statistics(kind: str, return_lse: Any, return_aux: Any) -> None:
+    """Raise an OptionError if a call without a softmax asks for a statistic of a softmax.
+
+    Raises:
+        OptionError: it does.
+    """
+    asked = ["return_lse"] if return_lse else []
+    asked += [f"return_aux.{n}" for n in _STATISTICS if getattr(return_aux, n, False)]
+    if asked:
+        raise OptionError(
+            f"{asked[0]} asks for a statistic of a softmax, which normalization={kind!r} does not "
+            "have; leave it out"
+        )
+
+
 def check_normalization(normalization: Any) -> None:
     """Check that `normalization` is one of `NORMALIZATIONS`.
 
     Raises:
         OptionError: it is not.
     """
-    if isinstance(normalization, str) and normalization in NORMALIZATIONS:
-        return
-    known = " or ".join(repr(name) for name in NORMALIZATIONS)
-    if isinstance(normalization, str) and normalization in _PLANNED:
-        raise OptionError(
-            f"normalization={normalization!r} does not work yet; expected {known}. To weigh keys "
-            "without a softmax, write the attention with torch operators"
-        )
-    raise OptionError(f"normalization must be {known}, got {shown(normalization)}")
+    if not isinstance(normalization, str) or normalization not in NORMALIZATIONS:
+        known = ", ".join(repr(name) for name in NORMALIZATIONS)
+        raise OptionError(f"normalization must be one of {known}, got {shown(normalization)}")
 
 
 def _zero_sink(query: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def prepare(
     check = None
     if of_template(plan.template) is not None:
         check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
-    program = replace(bound.program, sink=call.sink is not None)
+    program = replace(bound.program, sink=call.sink is not None, normalization=call.normalization)
     kernel_call = KernelCall(
         template,
         program,
@@ -146,7 +146,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
         capability=devices.compute_capability(query.device),
         listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
-        modded=variant.score is not None,
+        modded=variant.score is not None or call.normalization == "sigmoid",
         masked=variant.block_mask is not None,
         q_len=query.shape[-2],
     )
@@ -183,7 +183,8 @@ def _reason_against_kernel(
 def _dense(bound: Bound, call: KernelCall) -> Attention:
     """Return a forward function that runs the dense reference on the graphs in `bound`.
 
-    `call` says whether the captured tensors end with a sink, and what to return.
+    `call` says whether the captured tensors end with a sink, what makes the weights, and what to
+    return.
     """
     from attnkit.runtime import reference  # which other backends do not need
 
@@ -205,6 +206,7 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
                 allowed=allowed,
                 sink=sink,
                 need_entropy=call.need_entropy,
+                normalization=call.program.normalization,
             )
 
     return attention

@@ -31,6 +31,7 @@ def attention(
     allowed: Tensor | None = None,
     sink: Tensor | None = None,
     need_entropy: bool = False,
+    normalization: str = "softmax",
 ) -> DenseResult:
     """Compute dense attention with a traced score_mod and a traced mask_mod.
 
@@ -46,6 +47,8 @@ def attention(
             too.
         sink: [Hq], one more logit in the denominator of each row; None for none.
         need_entropy: whether to also return the entropies of the rows.
+        normalization: "softmax"; or "sigmoid" or "none", with which LSE and row maxima are zeros
+            that mean nothing.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE, row maxima and entropies [B, Hq, Sq] in the
@@ -64,12 +67,18 @@ def attention(
         (scores,) = evaluate(
             [score.root], env, score.tensors, dtype, checked=_all_loads(score), names=score.names
         )
+    if normalization == "sigmoid":
+        scores = torch.sigmoid(scores)
+    masked = -math.inf if normalization == "softmax" else 0.0
     if mask is not None:
         keep = _keep(mask, env)
-        scores = torch.where(keep, scores, -math.inf)
+        scores = torch.where(keep, scores, masked)
     if allowed is not None:
-        scores = torch.where(allowed, scores, -math.inf)
+        scores = torch.where(allowed, scores, masked)
     shape = (*query.shape[:3], key.shape[-2])
+    if normalization != "softmax":
+        rows = scores.new_zeros(shape[:3])
+        return scores.expand(shape).to(query.dtype) @ value, rows, rows.clone(), None
     logit = None if sink is None else sink.to(dtype)[:, None, None]
     return _softmax_times(scores.expand(shape), value, query.dtype, logit, need_entropy)
 

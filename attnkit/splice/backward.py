@@ -56,6 +56,8 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
         any(inputs.needs_grad) or not template.entropies(widths)
     ):
         return "the entropy has a gradient, together with captured tensors or wide heads"
+    if not program.has_softmax and not template.weights(widths, any(inputs.needs_grad)):
+        return "without a softmax it has no kernel for these head dims, or for gradients of captured tensors"
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return "deterministic sums of the captured tensors' gradients would overflow or take too much memory"
     if runs is not None and program.lists_override_mask:  # tiles of block lists cannot be joined
@@ -88,11 +90,12 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
     needs_grad = tuple(inputs.needs_grad)
-    learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths))
+    softmax = program.has_softmax
+    learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths), softmax)
     case = BackwardCase(
         widths,
         runs or full_runs(query.shape[2], key.shape[2], (128, 128), query.device),
-        additive=score_form(program.score).additive,
+        additive=softmax and score_form(program.score).additive,
         learned=frozenset(index_level(load) for load, _ in learned.scores),
         lists_override_mask=program.lists_override_mask,
         deterministic=spec.deterministic,
@@ -101,6 +104,8 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     light = _light(program, bool(learned.scores))
     if inputs.grad_entropy is not None:  # which q blocks of 64 rows leave registers for
         switches, light = switches | {"with_entropy": True}, False
+    if not softmax:  # as do weights that are no multiples of dS
+        switches, light = switches | {"weights": True}, False
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

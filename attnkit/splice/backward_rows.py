@@ -15,10 +15,10 @@ from attnkit.util import caches
 
 @functools.lru_cache(maxsize=1024)
 def cached_learned_loads(
-    score: Node | None, needs_grad: tuple[bool, ...], row_sums: bool
+    score: Node | None, needs_grad: tuple[bool, ...], row_sums: bool, softmax: bool = True
 ) -> LearnedLoads:
     """Return `learned_loads` of a score_mod from a cache."""
-    return learned_loads(score, needs_grad, row_sums)
+    return learned_loads(score, needs_grad, row_sums, softmax)
 
 
 caches.register(cached_learned_loads.cache_clear)
@@ -40,7 +40,7 @@ def row_work(
         needs_grad: for each of the score_mod's tensors, whether its gradient is needed.
         clamp: loads whose index the kernels clamp to the tensor's bounds.
     """
-    if score is None:
+    if score is None or settings.weights:
         return None, None
     learned = cached_learned_loads(score, needs_grad, settings.row_sums)
     work = RowWork(score, captured[: len(needs_grad)], needs_grad, clamp)

@@ -168,6 +168,7 @@ def main_source(
             row_sums=settings.row_sums,
             large=large,
             indices=indices,
+            softmax=program.has_softmax,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(

@@ -61,6 +61,8 @@ class BackwardTemplate:
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
         entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
             captured tensor needs a gradient.
+        weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
+            compute a backward without a softmax.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -84,6 +86,7 @@ class BackwardTemplate:
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
     entropies: Callable[[HeadDims], bool]
+    weights: Callable[[HeadDims, bool], bool]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
@@ -129,6 +132,11 @@ class BackwardSettings:
     def with_entropy(self) -> bool:
         """Return whether the kernels add the gradient of the rows' entropies."""
         return bool(self.values.get("with_entropy"))
+
+    @property
+    def weights(self) -> bool:
+        """Return whether there is no softmax, so that the modified scores are the weights."""
+        return bool(self.values.get("weights"))
 
     @property
     def row_sums(self) -> bool:

@@ -53,7 +53,9 @@ class CpuHooks:
         device: torch.device,
         needs_grad: Sequence[bool] = (),
     ) -> None:
+        program = program.weights
         self.program = program
+        self.has_softmax = program.has_softmax
         self.score_tensors = score_tensors
         self.mask_tensors = mask_tensors
         self.dtype = dtype

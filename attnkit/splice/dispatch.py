@@ -59,6 +59,7 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     data, because the block runs depend on that data.
     """
     if call.spec.target is not None:
+        call = _with_weights(call)
         scores, sink = call.program.split_sink(inputs.captured.scores)
         captured = Captured(tuple(scores), inputs.captured.masks)
         plain = replace(call, program=call.program.without_sink())
@@ -110,7 +111,7 @@ def run_backward(
     if call.spec.target is not None:
         from attnkit.splice import backward
 
-        plain, own = _without_sink(call, inputs)
+        plain, own = _without_sink(_with_weights(call), inputs)
         tables = _tables(plain, own)
         if tables is not None:
             kernels = _with_tables(tables, own, tables.example(own.captured))
@@ -151,6 +152,12 @@ def run_backward(
             grad_entropy=inputs.grad_entropy,
         )
         return gradients, hooks.gradients
+
+
+def _with_weights(call: KernelCall) -> KernelCall:
+    """Return a call whose score graph includes the sigmoid of its normalization, if it has one."""
+    program = call.program.weights
+    return call if program is call.program else replace(call, program=program)
 
 
 def _without_sink(call: KernelCall, inputs: BackwardInputs) -> tuple[KernelCall, BackwardInputs]:
@@ -202,7 +209,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> RepeatedBackwar
         return None  # deterministic kernels need new semaphores at each launch
     from attnkit.splice import backward
 
-    call, own = _without_sink(call, inputs)
+    call, own = _without_sink(_with_weights(call), inputs)
     tables = _tables(call, own)
     if tables is not None:
         kernels = _with_tables(tables, own, tables.example(own.captured))

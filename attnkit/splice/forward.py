@@ -147,6 +147,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         bounds,
         (batch, heads, q_len, key.shape[2]),
         (shapes_of(scores), shapes_of(mask_tensors)),
+        program.has_softmax,
     )
     variant = variant._replace(
         lists_override_mask=program.lists_override_mask, sink=sink is not None
@@ -179,7 +180,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     if work.slots:
         tables = work.split, work.split_ptr
         kind = None if sink is None else tensor_kinds([sink])[0]
-        merge = combine_source(dtype, head_dims[1], tile, target.arch, kind)
+        merge = combine_source(dtype, head_dims[1], tile, target.arch, kind, program.has_softmax)
         combine = CombineKernel(merge, tables, None if sink is None else slot)
     wait_for_tables(device)
     emulated, slots = kernel_call.spec.emulated, max(1, work.slots)

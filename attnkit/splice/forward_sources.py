@@ -48,6 +48,7 @@ def forward_source(
         loads,
         variant.lists_override_mask,
         *(("sink",) if variant.sink else ()),
+        *((variant.form.weight,) if variant.form.weight else ()),
     )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),
@@ -62,22 +63,31 @@ caches.register(forward_source.cache_clear)
 
 @functools.lru_cache(maxsize=64)
 def combine_source(
-    dtype: str, value_dim: int, tile: tuple[int, int], arch: str, sink: TensorKind | None = None
+    dtype: str,
+    value_dim: int,
+    tile: tuple[int, int],
+    arch: str,
+    sink: TensorKind | None = None,
+    softmax: bool = True,
 ) -> Source:
     """Return the source of the combine kernel, which merges the partial results of split KV.
 
     `sink` is the kind of the attention sink, which the kernel adds once; None without a sink.
+    Without `softmax` the parts are summed.
     """
 
     def build() -> Build:
         from attnkit.splice.fake_arguments import combine_arguments
         from attnkit.templates.common.combine import Combine
+        from attnkit.templates.common.sum_parts import SumParts
 
         arguments = combine_arguments(dtype, value_dim, tile, sink)
-        return Build(Combine(dtype, value_dim, sink is not None), arguments)
+        merge = Combine(dtype, value_dim, sink is not None)
+        return Build(merge if softmax else SumParts(dtype, value_dim), arguments)
 
     key = f"combine for {arch}\n{dtype} {value_dim} {tile}"
     key += "" if sink is None else f" {sink}"
+    key += "" if softmax else " sum"
     return Source(key, arch, build, f"combine {dtype} {value_dim}")
 
 

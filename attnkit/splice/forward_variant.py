@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnkit.codegen.load_indices import LoadIndices, data_bound
 from attnkit.codegen.nonnegative import wrapping
-from attnkit.codegen.score_form import ScoreForm, score_form
+from attnkit.codegen.score_form import ScoreForm, score_form, weight_form
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.util import caches
@@ -81,6 +81,7 @@ def forward_variant(
     ends: tuple[tuple[Node, Node], ...] | None,
     sizes: tuple[int, int, int, int],
     shapes: tuple[Shapes, Shapes],
+    softmax: bool = True,
 ) -> ForwardVariant:
     """Convert the graphs of a variant to a `ForwardVariant`, whose slots are renumbered from 0.
 
@@ -90,12 +91,13 @@ def forward_variant(
             form.
         sizes: batch, heads, query and kv length.
         shapes: shapes of the tensors that the score reads, and of those that mask or ends read.
+        softmax: whether a softmax makes the weights; otherwise the modified scores are the weights.
     """
-    form = score_form(score)
+    form = score_form(score) if softmax else weight_form(score)
     parts = {"factor": form.factor, "bias": form.bias, "slope": form.slope, "row": form.row}
     score_slots = ir.slots(*(n for n in parts.values() if n is not None))
     parts = {name: n and ir.renumber(n, score_slots.index) for name, n in parts.items()}
-    form = ScoreForm(**parts, ceiling=form.ceiling)
+    form = ScoreForm(**parts, ceiling=form.ceiling, weight=form.weight)
     nodes = [n for pair in ends or () for n in pair]
     if ends is None and mask is not None:
         nodes = [mask]

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
+from attnkit.graph.simplify import build
 from attnkit.util import caches
+
+NORMALIZATIONS = ("softmax", "sigmoid", "none")  # of a program; softmax1 is a softmax with a sink
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Program:
             to FULL tiles.
         sink: whether each softmax has an attention sink. The sink is then the last of the score's
             tensors; the graphs do not read it.
+        normalization: how the modified scores become the weights of the values, one of
+            `NORMALIZATIONS`: by a softmax over each row, by a sigmoid of each score, or not at all.
     """
 
     score: Node | None = None
@@ -39,17 +44,37 @@ class Program:
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     lists_override_mask: bool = False
     sink: bool = False
+    normalization: str = "softmax"
 
     @functools.cached_property
     def text(self) -> str:
         """Return the canonical text of the program, which `Program.parse` converts back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
         flags = ("listed", self.lists_override_mask), ("sink", self.sink)
-        parts.append(" ".join(name for name, is_set in flags if is_set))
+        words = [name for name, is_set in flags if is_set]
+        parts.append(" ".join(words if self.has_softmax else [*words, self.normalization]))
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
             parts += [ir.text(*order), *(",".join(names) for names in self.names)]
         return "|".join(parts)
+
+    @property
+    def has_softmax(self) -> bool:
+        """Return whether a softmax makes the weights of a row; otherwise no score needs others."""
+        return self.normalization == "softmax"
+
+    @functools.cached_property
+    def weights(self) -> Program:
+        """Return the program with a sigmoid as a part of the score graph.
+
+        A sigmoid needs one score alone, so that it is one more operation of the graph: its
+        derivative and the gradients of captured tensors follow from the adjoint. The normalization
+        is then "none". A program with a softmax is returned unchanged.
+        """
+        if self.normalization != "sigmoid":
+            return self
+        score = build("sigmoid", ir.arg("score") if self.score is None else self.score)
+        return replace(self, score=score, normalization="none")
 
     def without_sink(self) -> Program:
         """Return the program without an attention sink."""
@@ -72,7 +97,14 @@ class Program:
         first, second, words, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
         flags = words.split()
-        program = Program(score, mask, lists_override_mask="listed" in flags, sink="sink" in flags)
+        kind = next((name for name in NORMALIZATIONS if name in flags), "softmax")
+        program = Program(
+            score,
+            mask,
+            lists_override_mask="listed" in flags,
+            sink="sink" in flags,
+            normalization=kind,
+        )
         if not checks:
             return program
         loads, *names = checks

@@ -66,6 +66,8 @@ def config_of(
         "need_max": need_max,
         "need_entropy": need_entropy,
     }
+    if form.weight:
+        config["weights"] = form.weight
     # Q K in halves shortens the dependent chain of a tile but reads Q twice; with wide heads shared
     # memory would become the limit
     narrow = max(head_dim, head_dim_v) <= 64 and kernel.block == (256, 128)

@@ -86,9 +86,11 @@ def config(settings: BackwardSettings) -> Any:
 
 def preprocess(settings: BackwardSettings, with_lse: bool, hooks: RowHooks | None) -> Any:
     """Build the preprocess kernel: the LSE, the delta and the sink's gradient of every row."""
+    from attnkit.templates.common.clear_rows import ClearRows
     from attnkit.templates.common.preprocess import Preprocess
 
-    return Preprocess(config(settings), with_lse, hooks=hooks)
+    build = ClearRows if settings.weights else Preprocess
+    return build(config(settings), with_lse, hooks=hooks)
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
@@ -122,6 +124,7 @@ BACKWARD = BackwardTemplate(
     row_sums=row_sums,
     switches=switches,
     entropies=lambda widths: False,
+    weights=lambda widths, learned: True,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

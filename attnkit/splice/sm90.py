@@ -90,7 +90,11 @@ def config_of(
         "need_max": need_max,
         "need_entropy": need_entropy,
     }
-    if (
+    if form.weight:
+        # a second P buffer would serialise the products: no branch separates them from its writes
+        kind = "sigmoid" if form.weight == "sigmoid" else "none"
+        config |= {"softmax": kind, "double_buffer_p": False, "exp_before_wait": kind == "sigmoid"}
+    elif (
         form.ceiling is not None
         and form.ceiling <= CEILING
         and dtype == "bfloat16"

@@ -131,10 +131,12 @@ def row_words(settings: BackwardSettings) -> tuple[int, int]:
 
 def preprocess(settings: BackwardSettings, with_lse: bool, hooks: RowHooks | None) -> Any:
     """Build the preprocess kernel: the LSE, the delta and the sink's gradient of every row."""
+    from attnkit.templates.common.clear_rows import ClearRows
     from attnkit.templates.common.preprocess import Preprocess
 
     kernel_config = config(settings)
-    return Preprocess(kernel_config, with_lse, kernel_config.flags, hooks)
+    build = ClearRows if kernel_config.weights else Preprocess
+    return build(kernel_config, with_lse, kernel_config.flags, hooks)
 
 
 def postprocess(settings: BackwardSettings, width: int, block: int, hooks: RowHooks | None) -> Any:
@@ -159,6 +161,11 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     return (BackwardHd256 if _wide(settings) else Backward)(config(settings), hooks)
 
 
+def weights(widths: tuple[int, int], learned: bool) -> bool:
+    """Return whether the kernels can compute a backward without a softmax."""
+    return max(widths) <= 128 or not learned
+
+
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
@@ -169,6 +176,7 @@ BACKWARD = BackwardTemplate(
     row_sums=row_sums,
     switches=switches,
     entropies=entropies,
+    weights=weights,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

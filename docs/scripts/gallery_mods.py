@@ -54,6 +54,8 @@ INSTANCES: tuple[str, ...] = (
     "table = torch.randn(4, 7, 11)  # learned; a grid of 4 rows and 6 columns\nbias_2d(table)",
     "rate, reach = torch.rand(4), torch.rand(4)  # learned\nkerple(rate, reach)",
     "rate = torch.rand(4)  # learned\ndistance_decay(rate)",
+    "gates = torch.rand(4, 24)  # learned, of the positions\n"
+    "sums = gates.log().cumsum(-1)\nforgetting_gate(sums)",
     "sandwich(4, 24, dims=16)",
     "bias = torch.randn(24, 24)\nfull_bias(bias)",
     "table = torch.randn(4, 6)  # learned; path lengths 0 to 5\n"
@@ -78,6 +80,9 @@ ATTENTION = {
     "relative_bias": [
         Case("causal + relative bias", "`relative_bias(table)` with `causal()`"),
         Case("causal + learned relative bias", "`relative_bias(learned)` with `causal()`"),
+    ],
+    "forgetting_gate": [
+        Case("causal + learned forgetting gate", "`forgetting_gate(learned)` with `causal()`")
     ],
     "head_scale": [
         Case("causal + learned scale per head", "`head_scale(learned)` with `causal()`")

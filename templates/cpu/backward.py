@@ -1,7 +1,8 @@
 """Compute the gradients of attention strip by strip, with recomputed scores.
 
 The gradient of a modified score is dS = P (dP - delta), where P is the softmax, dP = dO v^T and
-delta = rowsum(P dP) - dlse. The gradient g of a row's entropy E adds -g P (log(P) + E). If a strip fits in one chunk, P and the row sum are computed from the
+delta = rowsum(P dP) - dlse. Without a softmax it is dP. The gradient g of a row's entropy E adds
+-g P (log(P) + E). If a strip fits in one chunk, P and the row sum are computed from the
 chunk, as exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
 (FlashAttention-2, Dao 2023). All sums have a fixed order: equal inputs give bitwise equal results.
 """
@@ -123,6 +124,7 @@ class Rows:
         lse: Tensor,
     ) -> None:
         dtype = call.dtype
+        self._has_softmax = call.hooks.has_softmax
         self.q = unit.rows(call.query, chunk, dtype)
         self.do = unit.rows(grad_out, chunk, dtype)
         self._factor = call.factor
@@ -155,7 +157,11 @@ class Rows:
         self._entropy = own, grad
 
     def weights(self, s: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
-        """Replace modified scores `s` by the softmax P in place; `spread` is a view of `s`."""
+        """Replace modified scores `s` by the weights P in place; `spread` is a view of `s`."""
+        if not self._has_softmax:
+            for keep in keeps:
+                keep.zero(spread)
+            return
         if self._dot is not None:
             exponential(s, self._lse, self._factor)
             for keep in keeps:
@@ -172,8 +178,15 @@ class Rows:
             decay, total, _ = with_sink(total, peak.mul_(self._factor), self._sink)
             s.mul_(decay / total)
 
-    def score_gradient(self, p: Tensor, dp: Tensor) -> None:
-        """Replace `dp` by the gradient of the modified scores in place, given the softmax `p`."""
+    def score_gradient(self, p: Tensor, dp: Tensor, spread: Tensor, keeps: list[Keep]) -> None:
+        """Replace `dp` by the gradient of the modified scores in place, given the weights `p`.
+
+        `spread` is a view of `dp`.
+        """
+        if not self._has_softmax:
+            for keep in keeps:
+                keep.zero(spread)
+            return
         dp.sub_(torch.linalg.vecdot(p, dp)[..., None] if self._dot is None else self._dot)
         if self._dlse is not None:  # added separately, because the dot product may be far larger
             dp.add_(self._dlse)
@@ -256,7 +269,7 @@ def _chunk(
     rows.weights(p, unit.spread(p, chunk), keeps)
     dv = torch.bmm(p.mT, rows.do)
     ds = torch.bmm(rows.do, v.mT, out=work[1].take(*s.shape))
-    rows.score_gradient(p, ds)
+    rows.score_gradient(p, ds, unit.spread(ds, chunk), keeps)
     if call.hooks.has_score:
         _through_score(call, unit, chunk, keeps, s, ds, p)
         ds = p

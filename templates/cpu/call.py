@@ -95,7 +95,8 @@ class Call:
 
         Without a score function, a positive scale is applied in the exponential at no extra cost.
         """
-        return 1.0 if self.hooks.has_score or self.scale <= 0 else self.scale
+        in_exponential = self.hooks.has_softmax and not self.hooks.has_score and self.scale > 0
+        return self.scale if in_exponential else 1.0
 
     def scores(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
         """Compute q k^T * scale / `factor` as [lanes, rows, width] in the workspace."""

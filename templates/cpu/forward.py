@@ -1,5 +1,7 @@
 """Compute softmax(score(q k^T)) v by strips of query rows, with online softmax along kv.
 
+Without a softmax the modified scores are the weights of the values, which are summed alone.
+
 All arithmetic between input and output is float32 (float64 for float64 inputs). 16-bit matrix
 products would be less exact and gain little on CPUs without matrix units.
 """
@@ -17,6 +19,7 @@ from attnkit.templates.cpu.hooks import Hooks
 from attnkit.templates.cpu.masks import Keep
 from attnkit.templates.cpu.strips import Chunk
 from attnkit.templates.cpu.units import Unit
+from attnkit.templates.cpu.weights import WeightedSum
 from attnkit.util.outputs import output_like
 
 SCORES = 1 << 21  # scores in memory at a time
@@ -50,24 +53,29 @@ def forward(
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; LSE [B, Hq, Sq], natural
         logarithm, float32 (float64 for float64); the largest score and the entropy of each row in
         the shape and dtype of the LSE, or None. A fully masked row gives 0, -inf (the sink, if
-        there is one), -inf and 0.
+        there is one), -inf and 0. Without a softmax the LSE is zeros that mean nothing.
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     out = output_like(query, value.shape[-1])
-    lse = query.new_empty(query.shape[:3], dtype=call.dtype)
+    lse = query.new_zeros(query.shape[:3], dtype=call.dtype)
     top = torch.empty_like(lse) if need_max else None
     entropy = torch.empty_like(lse) if need_entropy else None
     space = Workspace(query, call.dtype)
     for unit, chunk, keeps in call.walk(SCORES):
         if chunk.first:
             q = unit.rows(query, chunk, call.dtype)
-            softmax = Softmax(call.factor, need_entropy)
+            softmax: Softmax | WeightedSum = (
+                Softmax(call.factor, need_entropy) if hooks.has_softmax else WeightedSum()
+            )
         if chunk.spans:
             s = _scores(call, unit, chunk, keeps, q, space)
             softmax.add(s, unit.columns(value, chunk, call.dtype))
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
             sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
+            if isinstance(softmax, WeightedSum):
+                softmax.finish(out[here])
+                continue
             if entropy is not None:  # first, because `finish` overwrites its sums
                 softmax.write_entropy(entropy[here], sink)
             softmax.finish(out[here], lse[here], None if top is None else top[here], sink)
@@ -88,7 +96,10 @@ def _scores(
             part = s[..., columns]
             part.copy_(call.hooks.score(part, call.tile(unit, chunk, span)))
     for keep in keeps:
-        keep.fill(s)
+        if call.hooks.has_softmax:
+            keep.fill(s)
+        else:
+            keep.zero(s)
     return stacked
 
 

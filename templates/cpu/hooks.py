@@ -37,12 +37,15 @@ class Hooks(Protocol):
     Attributes:
         has_score: False if scores pass through unchanged; `score` and `dscore` are then not called.
         needs_captured_grad: whether `backward` calls `captured_grad`.
+        has_softmax: whether a softmax makes the weights of the values; otherwise the modified
+            scores are the weights, 0 where masked.
         sink: [Hq], one more logit in the denominator of each row; None for none.
         sink_grad: [Hq], to which `backward` adds the gradient of the sink; None to compute none.
     """
 
     has_score: bool
     needs_captured_grad: bool
+    has_softmax: bool
     sink: Tensor | None
     sink_grad: Tensor | None
 

@@ -80,9 +80,13 @@ class CapturedGrads(PlaceRuns):
         columns, count = tile.columns, len(dp)
         rows = self.softmax.rows_of(tile, first, count, True)
         places = [(k, 0, scratch.slopes[at + k]) for k in range(count)]
-        exact = self.softmax.exponentials(tile, rows, places, lse)[0]
-        ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
-        grads = [(k, 0, s, ps[k] * dp[k]) for k, _, s in places]
+        if self.config.weights:
+            dfs = [self._if_kept(scratch, at + k, dp[k]) for k in range(count)]
+        else:
+            exact = self.softmax.exponentials(tile, rows, places, lse)[0]
+            ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
+            dfs = [ps[k] * dp[k] for k in range(count)]
+        grads = [(k, 0, s, dfs[k]) for k, _, s in places]
         ds, values, known = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
         place = 0
         for i, level in enumerate(self.hooks.gradient_levels):

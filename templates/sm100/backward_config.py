@@ -40,6 +40,7 @@ class BackwardConfig:
         less_lse: subtract LSE / scale from S in the MMA, see `LseInMma`. Requires that the MMAs
             also subtract delta from dP, a mod that only adds terms to the score that do not depend
             on the score, and no captured tensors that need a gradient.
+        weights: there is no softmax, P is the modified score.
     """
 
     dtype: str = "bfloat16"
@@ -50,6 +51,7 @@ class BackwardConfig:
     sum_order: str = ""
     two_cta: bool = False
     less_lse: bool = False
+    weights: bool = False
 
     rows_kv = 128  # kv positions per CTA
     slices = 2  # buffers in shared memory for slices of sums

@@ -6,7 +6,8 @@ It reads them in chunks, and writes P^T and dS^T over columns that it has read, 
 column of tensor memory.
 
 The gradient of the raw scores is dS = P J (dP - delta), where J, the slope of the mod, is its
-derivative with respect to the raw score. P J stays in registers until dP is computed.
+derivative with respect to the raw score. P J stays in registers until dP is computed. Without a
+softmax P is the modified score itself, and dS = J dP: there is no delta.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class SoftmaxBackward:
     def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
         """Compute P J into `scratch` and P into tensor memory, from scores in tensor memory.
 
+        Without a softmax, `scratch` receives J.
+
         Args:
             block: the q block.
             tile: values of the kv block.
@@ -219,8 +222,11 @@ class SoftmaxBackward:
                 keep = [one & other for one, other in zip(keep, unmasked, strict=True)]
             ps = [cutlass.select_(k, p, Float32(0.0)) for k, p in zip(keep, ps, strict=True)]
         ws = ps
-        if slope is not None and not hooks.gradient_levels:
+        if self.config.weights:
+            ws = [Float32(1.0)] * count if slope is None else slope
+        elif slope is not None and not hooks.gradient_levels:
             ws = device.times(ps, slope)
+        if ws is not ps and not hooks.gradient_levels:
             if masked:  # a slope may be inf where p is 0
                 ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
         return ps, ws, keep
@@ -292,6 +298,8 @@ class SoftmaxBackward:
         site, head = tile.site, tile.head
         x, slope = self.hooks.score_and_derivative(site, head, rows, tile.columns, places)
         factor = self.hooks.factor(site, head)
+        if self.config.weights:
+            return (x if factor is None else device.times(x, [factor] * len(x))), slope
         addends = self._row_terms(tile, rows, lse)
         distances = self._alibi(tile, rows)
         if distances is not None:

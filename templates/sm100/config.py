@@ -57,6 +57,8 @@ class ForwardConfig:
             one takes over the work tile of one that was not launched yet.
         need_max: also write the row maxima.
         need_entropy: also write the entropies of the rows.
+        weights: without a softmax, what P is where it is not masked: the modified score ("linear")
+            or 1 / (1 + 2**-x) of the modified score x in log2 units ("sigmoid"); "" for a softmax.
     """
 
     dtype: str = "bfloat16"
@@ -71,6 +73,7 @@ class ForwardConfig:
     work: str = "counter"
     need_max: bool = False
     need_entropy: bool = False
+    weights: str = ""
 
     def __post_init__(self) -> None:
         for problem in self.problems():

@@ -11,6 +11,9 @@ the row's sum, its rounding error would change the output by the same fraction. 
 therefore divided by a sum in which the largest P of each block is rounded too. The LSE uses the sum
 without rounding.
 
+Without a softmax (`ForwardConfig.weights`) P is the modified score or its sigmoid: there is no
+maximum, no sum and nothing to rescale.
+
 The methods are traced inside the kernel. Those with a dynamic branch are `cute.jit`; the others are
 plain Python, so that they can pass records and the hooks' tuples.
 """
@@ -27,6 +30,7 @@ from attnkit.templates.common import device as common_device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
+from attnkit.templates.common.sigmoid import sigmoid
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import (
     at_least,
@@ -270,7 +274,8 @@ class Softmax:
             chunk, base = loaded[c], None
             if not rolled:
                 chunk, base = self._chunk(tile, start + wide * c, full, masked, chunk)
-                peak, chains = self._peak(chunk, base, peak, chains)
+                if not self.config.weights:
+                    peak, chains = self._peak(chunk, base, peak, chains)
             chunks.append(chunk)
             bases.append(base)
         if chains[0] is not None:
@@ -346,7 +351,7 @@ class Softmax:
                     (yes | full if hooks.lists_override_mask else yes) & common_device.bit(valid, j)
                     for j, yes in enumerate(keep)
                 ]
-            out = Float32(NEG_INF)
+            out = Float32(0.0 if self.config.weights == "linear" else NEG_INF)
             chunk = [cutlass.select_(yes, x, out) for yes, x in zip(keep, chunk, strict=True)]
         return [Float32(x) for x in chunk], hooks.block(site, head, start)
 
@@ -431,6 +436,18 @@ class Softmax:
                     state.moment[0] = cute.math.fma(value, at_least(x), state.moment[0])
         return pairs
 
+    def weights(self, values: list[Float32], factor: Float32 | None) -> list[Any]:
+        """Return P of adjacent columns without a softmax as float32 pairs.
+
+        It is values * factor, or the sigmoid of it.
+        """
+        pairs: list[Any] = [(values[j], values[j + 1]) for j in range(0, len(values), 2)]
+        if factor is not None:
+            pairs = [cute.arch.mul_packed_f32x2(pair, (factor, factor)) for pair in pairs]
+        if self.config.weights == "sigmoid":
+            pairs = [tuple(sigmoid(x, self.config.dtype) for x in pair) for pair in pairs]
+        return pairs
+
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:
         """Return the value to add to scores * factor to get the exponents of P."""
         less = common_device.finite_or_zero(row_max)
@@ -451,8 +468,11 @@ class Softmax:
         return device.rounded(greatest, self.dtype) - greatest
 
     def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:
-        """Add pairs of P to the row's sums, and issue their store to tensor memory."""
-        for j, pair in enumerate(pairs):
+        """Add pairs of P to the row's sums, and issue their store to tensor memory.
+
+        `sums` is empty without a softmax.
+        """
+        for j, pair in enumerate(pairs if sums else ()):
             c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
         device.store_row(row, column, [device.pack(x, y, self.dtype) for x, y in pairs])
@@ -470,6 +490,8 @@ class Softmax:
             gap: rounding correction of the sum, see `RowThread.gaps`.
             sink: attention sink to add to the row; None for none.
         """
+        if self.config.weights:
+            return Float32(1.0), Float32(0.0), (Float32(0.0), Float32(0.0))
         factor = self.factor(tile)
         row_max, row_sum, highest = state.max[0], state.sum[0], state.highest[0]
         lse_term = self.hooks.lse_offset(tile.site, tile.head, tile.row[1])

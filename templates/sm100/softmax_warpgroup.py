@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.softmax import own_sink, write_statistics
@@ -169,12 +169,14 @@ class SoftmaxWarpgroup:
         ready = bars.s_half if c.halves else bars.s_full
         cute.arch.mbarrier_wait(ready + u, c.s_phase(kv_idx))
         scores = softmax.scores(tile, number, masked, row, column, upper)
-        factor = softmax.factor(tile)
-        scale = softmax.move_maximum(state, scores.peak, factor)
-        # the correction may rescale O while this warpgroup computes P
-        row_numbers.write(place, scale)
-        gaps[place] = gaps[place] * scale + softmax.rounding(scores.peak, state.max[0], factor)
-        sums: list[Any] = [None] * softmax.sums
+        factor, sums = softmax.factor(tile), [None] * (0 if c.weights else softmax.sums)
+        if c.weights:
+            row_numbers.write(place, Float32(1.0))
+        else:
+            scale = softmax.move_maximum(state, scores.peak, factor)
+            # the correction may rescale O while this warpgroup computes P
+            row_numbers.write(place, scale)
+            gaps[place] = gaps[place] * scale + softmax.rounding(scores.peak, state.max[0], factor)
         step = min(wide, P_STEP)
         # compute a step before the previous one is stored, so that the MUFU unit stays busy
         ahead = step if softmax.hooks.only_scales and not masked else 0
@@ -185,7 +187,11 @@ class SoftmaxWarpgroup:
                 values = scores.chunks[i][low : low + step]
                 base = scores.bases[i]
                 reference = state.max[0]
-                pending.append(softmax.compute_p(values, start, base, reference, factor, state))
+                pending.append(
+                    softmax.weights(values, factor)
+                    if c.weights
+                    else softmax.compute_p(values, start, base, reference, factor, state)
+                )
             end = start + step - ahead
             if end > 0:
                 # P in 16 bits takes half of the columns of S, the upper ones
@@ -193,7 +199,8 @@ class SoftmaxWarpgroup:
             if end in c.p_parts:
                 cute.arch.fence_view_async_tmem_store()
                 self.group.arrive_leader(bars.p_full[c.p_parts.index(end)] + u)
-        state.sum[0] = state.sum[0] * scale + total_of(sums)
+        if not c.weights:
+            state.sum[0] = state.sum[0] * scale + total_of(sums)
 
     @cute.jit
     def write_row(
@@ -204,10 +211,15 @@ class SoftmaxWarpgroup:
         work: Work,
         tile_row: Int32,
     ):
-        """Write LSE of one row, and its (maximum, entropy) if the config needs them."""
+        """Write LSE of one row, and its (maximum, entropy) if the config needs them.
+
+        Without a softmax there is none of them.
+        """
         lse, max_scores, split_lse = results.lse, results.max_scores, results.split_lse
         row = work.q_block * self.config.block_q + tile_row
-        if work.split_slot >= 0:
+        if const_expr(self.config.weights):
+            pass
+        elif work.split_slot >= 0:
             split_lse[work.split_slot, tile_row] = value
         elif row < lse.shape[2]:
             lse[work.batch, work.head, row] = value

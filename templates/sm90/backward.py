@@ -139,7 +139,8 @@ class Backward:
         self.lse_in_mma = LseInMma(config, hooks)
         self.producer = Producer(config)
         alibi = Alibi(hooks, config.block_q, self.lse_in_mma.with_slope)
-        late = not (hooks.has_derivative or hooks.gradient_levels or config.rounded)
+        needs_p = hooks.has_derivative or hooks.gradient_levels or config.weights
+        late = not (needs_p or config.rounded)
         self.softmax = SoftmaxBackward(config, hooks, alibi, late)
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)
@@ -581,7 +582,7 @@ class Backward:
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
-    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score:
+    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score or config.weights:
         return 0
     # a mask that is evaluated per score needs registers, and so does a q block of 128 rows
     by_element = hooks.has_mask and hooks.intervals is None

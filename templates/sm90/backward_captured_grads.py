@@ -176,7 +176,8 @@ class CapturedGrads(PlaceRuns):
                 rough = (w for k in range(2) for w in device.unpack(pairs[2 * g + k], self.dtype))
                 keep = [w != Float32(0.0) for w in rough]
             ps = _select(keep, ps)
-            grads = [(j, c, s, ps[i] * dp[4 * g + i]) for i, (j, c, s) in enumerate(places)]
+            dfs = softmax.score_gradients(ps, [dp[4 * g + i] for i in range(4)])
+            grads = [(j, c, s, dfs[i]) for i, (j, c, s) in enumerate(places)]
             dscores, values, indices = self.hooks.dscore(site, head, rows, columns, grads, known)
             if masked is None:
                 keep = None  # mask only P: more selections would need more registers

@@ -11,6 +11,8 @@ is known. A mod therefore needs no extra registers, and subexpressions that the 
 computed once. If the hooks have `row_factors`, J depends on the row alone: P replaces the scores,
 dK gets dS = J dF for dF = P (dP - delta), and dQ gets dF, which the postprocess multiplies by J.
 
+Without a softmax P is the modified score itself, and dS = J dP: there is no delta.
+
 The gradient g of a row's entropy E adds -g P J (log(P) + E) to dS. Delta includes g E.
 """
 
@@ -130,6 +132,8 @@ class SoftmaxBackward:
     ):
         """Compute P J into `slopes` and P into `p`, with the mask if the block needs it.
 
+        Without a softmax, `slopes` receives J.
+
         If gradients are summed score by score, `slopes` receives the unchanged scores. With
         `row_factors`, it receives P, and `factors` receives J. If `rounded`,
         `slopes` is not written, because the slope is 1. If `late`, `p` is not written: `compute_ds`
@@ -174,7 +178,7 @@ class SoftmaxBackward:
                 for k, (_, row) in enumerate(rows):
                     factors[2 * g + k] = hooks.row_slope(tile.site, tile.head, row)
                 slope = None
-            ws = ps if slope is None else [w * j for w, j in zip(ps, slope, strict=True)]
+            ws = self.score_weights(ps, slope)
             if masked:
                 keep = self.keep(block, tile, rows, bits, g)
                 ps, ws = (
@@ -187,6 +191,16 @@ class SoftmaxBackward:
             if not self.config.rounded:
                 for i, w in enumerate(ws):
                     slopes[4 * g + i] = scores[4 * g + i] if hooks.gradient_levels else w
+
+    def score_weights(self, ps: list[Any], slope: list[Any] | None) -> list[Any]:
+        """Return P J, the factor of dP - delta in dS; without a softmax J."""
+        if self.config.weights:
+            return [Float32(1.0)] * len(ps) if slope is None else slope
+        return ps if slope is None else [w * j for w, j in zip(ps, slope, strict=True)]
+
+    def score_gradients(self, ps: list[Any], dp: list[Any]) -> list[Any]:
+        """Return the gradients of modified scores from P and dP - delta."""
+        return dp if self.config.weights else [w * x for w, x in zip(ps, dp, strict=True)]
 
     def group(
         self, masked: bool, tile: KvBlock, first: Any, g: int, scores: cute.Tensor
@@ -220,6 +234,8 @@ class SoftmaxBackward:
             site, head, rows, tile.columns, places, steps, shared, known
         )
         factor = self.hooks.factor(site, head)
+        if self.config.weights:
+            return [device.shifted(s, factor, None) for s in x], slope
         bounds = self._bounds(tile, rows, lse)
         addends = [terms and terms(at, c) for at, (_, c, _) in zip(steps, places, strict=True)]
         scaled = [device.shifted(s, factor, a) for s, a in zip(x, addends, strict=True)]

@@ -26,7 +26,8 @@ class ForwardConfig:
         softmax: which maximum is subtracted from the scores to compute P. "delayed-max": the row
             maximum of the previous blocks; P is recomputed exactly where the maximum grew too much.
             "online": the row maximum including the current block. "no-max": none, for bounded
-            scores.
+            scores. Without a softmax, P is 0 where masked and else the modified score ("none") or
+            1 / (1 + 2**-x) of the modified score x in log2 units ("sigmoid").
         double_buffer_p: P has two register buffers, so that the next P is packed while P V still
             reads the first buffer; otherwise it is packed after P V. "delayed-max" needs it.
         exp_before_wait: compute the exponentials before the wait for P V.
@@ -52,6 +53,11 @@ class ForwardConfig:
     need_max: bool = False
     need_entropy: bool = False
     checks_data: bool = False
+
+    @property
+    def weights(self) -> bool:
+        """Whether there is no softmax."""
+        return self.softmax in ("none", "sigmoid")
 
     @property
     def block_q(self) -> int:

@@ -130,7 +130,12 @@ class Epilogue:
         results: Results,
         place: RowPlace,
     ) -> None:
-        """Write LSE and statistics of the thread's rows, and set `state.scale`, the factor of O."""
+        """Write LSE and statistics of the thread's rows, and set `state.scale`, the factor of O.
+
+        Without a softmax there is none of them.
+        """
+        if self.config.weights:
+            return
         for r in range(ROWS):
             total = device.quad_sum(state.sum[r])
             row_max = None if self.config.softmax == "no-max" else state.max[r]
@@ -168,6 +173,8 @@ class Epilogue:
 
     def normalise(self, acc_o: cute.Tensor, state: RowState) -> None:
         """Multiply the output accumulator by `state.scale`, the reciprocal of the row sums."""
+        if self.config.weights:
+            return
         for i in range(cute.size(acc_o)):
             acc_o[i] = acc_o[i] * state.scale[row_of(i)]
 

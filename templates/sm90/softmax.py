@@ -29,6 +29,7 @@ from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import at_least, largest, own_sink, rescaled_moment
 from attnkit.templates.sm90.config import ForwardConfig
+from attnkit.templates.sm90.weights import write_weights
 
 # The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
 # No P is larger than the sum, so that P in float16 (at most 65504) cannot overflow.
@@ -312,12 +313,13 @@ class Softmax:
         return hooks.block(site, tile.head, block.start)
 
     def apply_mask(self, bits: list[list[Int32]] | None, acc_s: cute.Tensor) -> None:
-        """Set the masked scores to -inf, in place."""
+        """Set the masked scores in place to -inf, or to 0 if scores are weights."""
         if bits is not None:
+            masked = 0.0 if self.config.softmax == "none" else NEG_INF
             for i in range(cute.size(acc_s)):
                 j = column_of(i)
                 keep = device.bit(bits[row_of(i)][j // 32], j)
-                acc_s[i] = cutlass.select_(keep, acc_s[i], Float32(NEG_INF))
+                acc_s[i] = cutlass.select_(keep, acc_s[i], Float32(masked))
 
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32
@@ -410,6 +412,9 @@ class Softmax:
         """
         nan = self.config.need_max  # torch's maximum propagates NaN
         factor = self.factor(tile)
+        if self.config.weights:
+            write_weights(self.config, acc_s, p, factor)
+            return
         for r in range(ROWS):
             reference = None
             if self.config.softmax != "no-max":
@@ -441,7 +446,9 @@ class Softmax:
         base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
         self.apply_mask(bits, acc_s)
         kind = self.config.softmax
-        if kind == "no-max":
+        if self.config.weights:
+            write_weights(self.config, acc_s, p, factor)
+        elif kind == "no-max":
             row_sum, moment, small = state.sum, self._block_moment(), bits is not None
             for r in range(ROWS):
                 total = self.compute_p(acc_s, p, r, None, factor, small=small, moment=moment)
@@ -598,7 +605,7 @@ class Softmax:
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, scale: cute.Tensor):
         """Multiply the output accumulator by `scale`, unless it is 1 in the whole warp."""
-        if const_expr(self.config.softmax != "no-max"):
+        if const_expr(not (self.config.softmax == "no-max" or self.config.weights)):
             if cute.arch.vote_any_sync((scale[0] != Float32(1.0)) | (scale[1] != Float32(1.0))):
                 for i in cutlass.range_constexpr(cute.size(acc_o)):
                     acc_o[i] = acc_o[i] * scale[row_of(i)]

@@ -101,6 +101,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     mods.compose: {"mods": mods.softcap(2.0)},
     mods.distance_decay: {"rate": torch.ones(2), "power": 2.0},
     mods.examples: {"length": 4, "heads": 2, "batch": 1, "device": "cpu", "dtype": torch.float32, "requires_grad": False, "seed": 1},
+    mods.forgetting_gate: {"sums": torch.ones(2, 3)},
     mods.full_bias: {"bias": torch.ones(3, 3)},
     mods.graphormer: {"bias": TABLE, "distance": torch.ones(3, 3).int()},
     mods.head_gate: {"gate": torch.ones(2)},

@@ -227,6 +227,18 @@ def graphormer(draw):
 
 
 @case
+def forgetting_gate(draw):
+    if draw(st.booleans()):
+        sums = learned(draw, HEADS, LENGTH)
+        own = lambda b: sums
+    else:
+        sums = learned(draw, BATCH, HEADS, LENGTH)
+        own = lambda b: sums[b]
+    formula = lambda s, b, h, q, kv: s + own(b)[h, q] - own(b)[h, kv]
+    return Case(mods.forgetting_gate(sums), formula, (sums,))
+
+
+@case
 def log_sigmoid(draw):
     bias = draw(st.floats(-3, 3))
     formula = lambda s, b, h, q, kv: torch.log(1 / (1 + torch.exp(-(s + bias))))

@@ -63,6 +63,8 @@ REFUSED = [
     (lambda: mods.graphormer(table, 5 * ints[None]), OptionError, "distance must be from 0 to 4, got 5 to 5"),
     (lambda: mods.graphormer(table, -ints[None]), OptionError, "distance must be from 0 to 4, got -1 to -1"),
     (lambda: mods.graphormer(table, ints), ShapeError, "distance must have shape [N, N] or [B, N, N], got (3,)"),
+    (lambda: mods.forgetting_gate(ints[None]), DTypeError, "sums must hold floats, got torch.int32"),
+    (lambda: mods.forgetting_gate(floats[0]), ShapeError, "sums must have shape [H, S] or [B, H, S], got "),
     (lambda: mods.log_sigmoid(math.inf), OptionError, "bias must be finite, got inf"),
     (lambda: mods.log_relu(-1), OptionError, "power must be greater than 0, got -1"),
     (lambda: mods.compose(mods.softcap(2.0), 3), ArgumentError, "mods[1] must be a function score_mod(score, b, h, q, kv), got int"),

@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
 from attnkit.templates.common import device  # noqa: E402
+from attnkit.templates.common.sigmoid import MINUS, sigmoid  # noqa: E402
 
 THREADS = 128
 
@@ -76,6 +77,31 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000], dtype=torch.int32)
     found = run(device.exp2_on_fma, bits.view(torch.float32), torch.float32)
     assert bool(found.isnan().all())
+
+
+@pytest.mark.parametrize(("name", "error"), [("bfloat16", 3.6e-4), ("float16", 6.1e-5)])
+def test_sigmoid_keeps_its_relative_error(name: str, error: float) -> None:
+    """Small weights are as exact as large ones, with one special function each."""
+    x = torch.cat([torch.linspace(-125.9, 40, 4001), torch.linspace(-2, 2, 1999)])
+    found = run(lambda v: sigmoid(v, name), x, torch.float32).double()
+    exact = 1 / (1 + torch.exp2(-x.double()))
+    assert float(((found - exact) / exact).abs().max()) < error
+    assert error < torch.finfo(getattr(torch, name)).eps / 8
+
+
+def test_sigmoid_of_infinities_and_nan() -> None:
+    x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan, -0.0, 0.0])
+    found = run(lambda v: sigmoid(v, "bfloat16"), x, torch.float32)
+    assert found[:4].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert bool(found[4].isnan())
+    assert found[5] == found[6]
+
+
+def test_sigmoid_after_another_value() -> None:
+    x = torch.linspace(-9, 9, 257)
+    plain = run(lambda v: sigmoid(v, "float16"), x, torch.float32)
+    ordered = lambda v: sigmoid(v, "float16", device.after([Int32(MINUS)], [v])[0])
+    assert torch.equal(run(ordered, x, torch.float32), plain)
 
 
 def test_bits_of_the_columns_below() -> None:

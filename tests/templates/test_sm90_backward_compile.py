@@ -88,14 +88,21 @@ def test_sums_in_a_fixed_order_spill_nothing(name: str, head_dim: int) -> None:
     clean(name, head_dim, deterministic=True)
 
 
-def clean(name: str, head_dim: int, deterministic: bool = False) -> None:
+@pytest.mark.assembled
+@pytest.mark.parametrize("normalization", ["sigmoid", "none"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_weights_without_a_softmax(head_dim: int, normalization: str) -> None:
+    clean("causal", head_dim, normalization=normalization)
+
+
+def clean(name: str, head_dim: int, **options: Any) -> None:
     score, mask = VARIANTS[name]()
     inputs = (
         torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
     with emulation.session(execute=False), kernel.requested_sources() as sources:
-        out = flex_attention(*inputs, score, mask, backend="emulate", deterministic=deterministic)
+        out = flex_attention(*inputs, score, mask, backend="emulate", **options)
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
     found = kernel.kernel(source)

@@ -57,17 +57,29 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
         blocks,
     ),
 }
+PLAIN, SIDES = ("plain", "alibi", "documents", "blocks"), (64, 128, 256)
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 
-def source(name: str, head_dim: int, value_dim: int, entropy: bool = False) -> compiled.Source:
+def source(
+    name: str,
+    head_dim: int,
+    value_dim: int,
+    entropy: bool = False,
+    normalization: str = "softmax",
+) -> compiled.Source:
     """Return the source of the forward kernel of variant `name`, with or without entropies."""
     score, mask = VARIANTS[name]()
     query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
     value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
     with emulation.session(execute=False), compiled.requested_sources() as sources:
         aux = AuxRequest(entropy=True) if entropy else None
-        flex_attention(query, key, value, score, mask, backend="emulate", return_aux=aux)
+        flex_attention(
+            *(query, key, value, score, mask),
+            backend="emulate",
+            return_aux=aux,
+            normalization=normalization,
+        )
     (result,) = sources
     return result
 
@@ -96,6 +108,21 @@ def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_di
 def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
     compiled_kernel = compiled.kernel(source(name, head_dim, head_dim, entropy=True))
     assert compiled_kernel.artifact.problems == ()
+
+
+@pytest.mark.assembled
+@pytest.mark.parametrize("normalization", ["sigmoid", "none"])
+@pytest.mark.parametrize(("name", "head_dim"), sampled([(n, d) for n in PLAIN for d in SIDES], 4))
+def test_weights_without_a_softmax(name: str, head_dim: int, normalization: str) -> None:
+    """No registers spill, no products are serialised, and one special function is enough."""
+    here = source(name, head_dim, head_dim, normalization=normalization)
+    compiled_kernel = compiled.kernel(here)
+    assert compiled_kernel.artifact.problems == ()
+    columns = int(re.search(r"'block_kv', (\d+)", here.key)[1])
+    for loop in product_loops(compiled_kernel.ptx):
+        powers = sum("ex2.approx" in line for line in loop)
+        assert powers == (64 * columns // 128 if normalization == "sigmoid" else 0)
+        assert not any("rcp.approx" in line or "div." in line for line in loop)
 
 
 def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

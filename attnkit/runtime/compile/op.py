@@ -80,6 +80,7 @@ class Request:
         sink: whether the last of the score's tensors is an attention sink.
         float_scale: whether the last of the operator's floats is the softmax scale.
         need_entropy: whether to return the entropies of the rows.
+        normalization: as in `AttentionCall`.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
             disk under a key that contains the text of the request, so a graph of another version is
             never used.
@@ -99,7 +100,8 @@ class Request:
     sink: bool = False
     float_scale: bool = False
     need_entropy: bool = False
-    signature: int = 5
+    normalization: str = "softmax"
+    signature: int = 6
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -266,6 +268,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         backend=request.backend,
         deterministic=request.deterministic,
         sink=own.scores[-1] if request.sink else None,
+        normalization=request.normalization,
     )
     captured = graphs.select(own.scores, own.masks)
     slots = () if graphs.score is None else graphs.score.data_slots(captured.scores)
@@ -477,6 +480,7 @@ def request_of(
     need_max: bool,
     sink: bool,
     need_entropy: bool,
+    normalization: str = "softmax",
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -493,4 +497,5 @@ def request_of(
         need_max,
         sink,
         need_entropy=need_entropy,
+        normalization=normalization,
     )

@@ -95,6 +95,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         aux.needs_row_maxima,
         call.sink is not None,
         aux.entropy,
+        call.normalization,
     )
     if call.return_aux is not None:
         return out, AuxOutput.of(aux, lse, top, entropy)

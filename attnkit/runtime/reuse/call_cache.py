@@ -216,4 +216,5 @@ def _options(call: AttentionCall) -> Hashable | None:
         need_max = bool(call.return_aux.needs_row_maxima)
         need_entropy = bool(call.return_aux.entropy)
     statistics = need_max, need_entropy
-    return call.enable_gqa, call.backend, call.is_deterministic, positive, statistics
+    kind = call.normalization
+    return call.enable_gqa, call.backend, call.is_deterministic, positive, statistics, kind

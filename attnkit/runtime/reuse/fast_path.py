@@ -54,6 +54,7 @@ _BucketKey: TypeAlias = tuple[int, int, int, int]
 _BUCKETS = 512
 _LARGEST = 3e38  # bound on the scale, which is float32 in a kernel
 _NOTHING: _Captured = ((), (), ())
+_SINK = "softmax with a sink"
 _lock = threading.Lock()
 
 
@@ -69,7 +70,7 @@ class _Entry:
         guard: function that returns whether tensors (query, key, value, the score's captured
             tensors, the sink if there is one, the mask's captured tensors) have the same geometry
             as those of the call.
-        has_sink: whether the call has a sink.
+        kind: the normalization of the call if it has no sink, else `_SINK`.
         enable_gqa, backend, deterministic: options of the call.
         ordered: whether torch's deterministic algorithms were enabled.
         recording: whether torch's grad mode was enabled.
@@ -84,7 +85,7 @@ class _Entry:
     """
 
     guard: Callable[..., bool]
-    has_sink: bool
+    kind: str
     enable_gqa: bool
     backend: str
     deterministic: bool
@@ -182,6 +183,7 @@ def try_fast_path(
     backend: Any,
     deterministic: Any,
     sink: Any,
+    normalization: str,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call by relaunching an earlier one: return out or (out, LSE), None if a guard fails.
 
@@ -192,6 +194,7 @@ def try_fast_path(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
             deterministic, sink: unchecked arguments of `flex_attention`; its other arguments are
             None.
+        normalization: the literal that `AttentionCall` holds, so that identity tells them apart.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -205,12 +208,13 @@ def try_fast_path(
     if captured is None:
         return None
     scores, masks, _ = captured
+    kind = normalization
     if sink is not None:
-        scores = (*scores, sink)
+        scores, kind = (*scores, sink), _SINK
     for entry in bucket.entries.all:
         if (
             entry.deterministic is deterministic
-            and entry.has_sink is (sink is not None)
+            and entry.kind is kind
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
             and entry.guard(query, key, value, *scores, *masks)
@@ -295,7 +299,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     bucket.entries.add(
         _Entry(
             guard,
-            call.sink is not None,
+            call.normalization if call.sink is None else _SINK,
             call.enable_gqa,
             call.backend,
             call.deterministic,

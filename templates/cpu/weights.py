@@ -1,0 +1,28 @@
+"""Sum values whose weights are the modified scores, without a softmax.
+
+No score needs the others of its row. The gradient of a modified score is dP = dO v^T where the mask
+keeps it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class WeightedSum:
+    """Accumulates the values of some rows, multiplied by their weights."""
+
+    def __init__(self) -> None:
+        self._acc: Tensor | None = None  # [lanes, rows, Dv]
+
+    def add(self, weights: Tensor, v: Tensor) -> None:
+        """Add the weights [lanes, rows, width], 0 where masked, times their values `v`."""
+        self._acc = torch.bmm(weights, v) if self._acc is None else self._acc.baddbmm_(weights, v)
+
+    def finish(self, out: Tensor) -> None:
+        """Write the sums to `out` [nb, nh, rows, Dv]; 0 for rows without keys."""
+        if self._acc is None:
+            out.zero_()
+        else:
+            out.copy_(self._acc.view(out.shape))
