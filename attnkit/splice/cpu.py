@@ -15,6 +15,7 @@ from torch import Tensor
 from attnkit.graph.adjoint import Adjoint, adjoint
 from attnkit.graph.eval_torch import clamped, evaluate, mask_dtype
 from attnkit.graph.ir import Node
+from attnkit.splice.cpu_values import Values
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
 from attnkit.util import caches
@@ -58,6 +59,7 @@ class CpuHooks:
         self.mask_tensors = mask_tensors
         self.dtype = dtype
         self.device = device
+        self._values = Values()
         self.has_score = program.score is not None
         _, sink = program.split_sink(score_tensors)
         self.sink = None if sink is None else sink.detach().to(dtype)
@@ -79,12 +81,18 @@ class CpuHooks:
             roots, env, tensors, dtype, checked=program.checked, names=names, clamps=True
         )
 
+    def _overwrite(self, root: Node, env: dict[str, Tensor], *spent: str) -> Tensor:
+        """Evaluate `root`, and overwrite the arguments named `spent` where that saves memory."""
+        program = self.program
+        checks = {"checked": program.checked, "names": program.names[0], "clamps": True}
+        tensors = self.score_tensors
+        return self._values.evaluate([root], env, spent, tensors, self.dtype, **checks)[0]
+
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Apply the score_mod to the raw scores `s` [b, h, q, kv]; return the modified scores."""
         if self.program.score is None:
             return s
-        env = {**_positions(tile), "score": s}
-        return self._run([self.program.score], env, mask=False)[0]
+        return self._overwrite(self.program.score, {**_positions(tile), "score": s}, "score")
 
     def keep(self, tile: Tile) -> Tensor:
         """Evaluate the mask on a tile; return a bool tensor that broadcasts to the tile."""
@@ -97,7 +105,7 @@ class CpuHooks:
         if self.program.score is None:
             return grad
         env = {**_positions(tile), "score": s, "grad": grad}
-        return self._run([_adjoint(self.program.score).dscore], env, mask=False)[0]
+        return self._overwrite(_adjoint(self.program.score).dscore, env, "score", "grad")
 
     def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
         """Add the contribution of a tile to `gradients`, those of the captured tensors."""
