@@ -27,7 +27,13 @@ BINARY = ["add", "sub", "mul", "min", "max", "fdiv", "mod", "div", "atan2"]
 def graphs(draw: st.DrawFn) -> list[Node]:
     """Draw one or two roots over score, grad, positions and a table; nodes are shared often."""
     q, kv, h = arg("q"), arg("kv"), arg("h")
-    nodes = [arg("score"), arg("grad"), cast(node("sub", q, kv), F32), load(0, F32, [h]), const(1.5)]
+    nodes = [
+        arg("score"),
+        arg("grad"),
+        cast(node("sub", q, kv), F32),
+        load(0, F32, [h]),
+        const(1.5),
+    ]
     for _ in range(draw(st.integers(1, 12))):
         pick = st.sampled_from(nodes)
         kind = draw(st.sampled_from(["unary", "binary", "where", "round"]))
