@@ -111,9 +111,9 @@ def _plain(mask: Any) -> Any:
             return formula
     if _PARTS.sliced is not None and mask.mask_mod is _PARTS.sliced:
         raise FunctionError(
-            "block_mask was selected by an index and has no mask_mod: assign one that "
-            "fits the selection, block_mask.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, "
-            "q + offset, kv)"
+            "Cannot use mask_mod from a sliced BlockMask: block_mask was selected by an index and "
+            "has no mask_mod; assign one that fits the selection, block_mask.mask_mod = "
+            "lambda b, h, q, kv: whole.mask_mod(b, h, q + offset, kv)"
         )
     if mask.BLOCK_SIZE == (_PARTS.whole, _PARTS.whole) and _keeps_its_block(mask):
         return mask.mask_mod
