@@ -163,7 +163,7 @@ def evaluate(
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:
                 _check(n, tensor, args, names)
-            if clamps:
+            if clamps and args:
                 args = clamped(n, args, tensor.shape)
             value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
         else:
