@@ -19,8 +19,8 @@ MUTMUT_STAMP := $(VENV)/.mutmut-stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz misuse lint format docs bench \
-    wheel try-wheel hub clean distclean
+.PHONY: help setup demo test test-assemblers test-gpu mutants emulate-all fuzz misuse flex-tests lint format \
+    docs bench wheel try-wheel hub clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -81,6 +81,10 @@ fuzz: $(STAMP)  ## search for wrong results of random variants; MINUTES=2 SEED=0
 
 misuse: $(STAMP)  ## call every public name wrongly, N times: only errors of attnkit may come
 	PYTHONPATH=. $(BIN)/python tests/fuzz/misuse.py $(N)
+
+# TORCH_TESTS is a copy of PyTorch's test/inductor/test_flex_attention.py; ARGS="--only NAME" picks tests.
+flex-tests: $(STAMP)  ## PyTorch's own tests of FlexAttention through attnkit.flex; TORCH_TESTS=path
+	$(BIN)/python -m tests.flex.torch_suite $(TORCH_TESTS) $(ARGS)
 
 lint: $(STAMP)  ## style, types and import direction
 	$(BIN)/python -m ruff check .

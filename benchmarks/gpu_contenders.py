@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_variants import SOFTCAP, WINDOWS, Problem, document_cuts
+from gpu_variants import SOFTCAPS, WINDOWS, Problem, document_cuts
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import flex_attention as flex
@@ -211,12 +211,12 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
         **{name: {"window_size": (size - 1, 0)} for name, size in WINDOWS.items()},
         "documents": {"causal": True},
     }.get(p.mask, {"unknown": True})
-    if options.pop("unknown", False) or p.score not in ("", "softcap"):
+    if options.pop("unknown", False) or p.score not in ("", *SOFTCAPS):
         raise Unsuitable("has no such mask or score built in, but by hand-written CuTe functions")
     if pack_gqa is not None:
         options["pack_gqa"] = pack_gqa
-    if p.score == "softcap":
-        options["softcap"] = SOFTCAP
+    if p.score:
+        options["softcap"] = SOFTCAPS[p.score]
     if p.entropy or p.normalization != "softmax":
         raise Unsuitable("has no entropies and no weights but a softmax's")
     if p.sink is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ Mod = Callable[..., Tensor]
 
 BLOCK = 128  # of the random blocks
 # Number of keys that a query attends to, by mask.
-WINDOWS = {"window": 1024, "window_512": 512, "window_128": 128}
+WINDOWS = {"window": 1024, "window_512": 512, "window_128": 128, "window_4096": 4096}
 PREFIX = 1024
-SOFTCAP = 20.0
+SOFTCAPS = {"softcap": 20.0, "softcap_50": 50.0}  # limit on the scores, by score
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def _slopes(shape: Shape) -> tuple[Tensor, ...]:
     return (2.0 ** (-8 * torch.arange(1, shape.heads + 1) / shape.heads),)
 
 
-def _softcap() -> Mod:
-    return lambda score, b, h, q, kv: SOFTCAP * torch.tanh(score / SOFTCAP)
+def _softcap(limit: float) -> Mod:
+    return lambda score, b, h, q, kv: limit * torch.tanh(score / limit)
 
 
 def _relative_bias(table: Tensor) -> Mod:
@@ -199,7 +200,7 @@ def _random(*sizes: int) -> Tensor:
 
 SCORES: dict[str, Score] = {
     "alibi": Score(_slopes, _alibi),
-    "softcap": Score(lambda shape: (), _softcap),
+    **{name: Score(lambda shape: (), partial(_softcap, cap)) for name, cap in SOFTCAPS.items()},
     "relative_bias": Score(lambda shape: (_random(shape.heads, 2 * shape.length),), _relative_bias),
     "head_scale": Score(lambda shape: (1 + 0.1 * _random(shape.heads),), _head_scale),
     "t5": Score(lambda shape: (_random(shape.heads, 32),), _t5),

@@ -56,9 +56,22 @@ def softcap(heads: int) -> Mod:
     return score_mod
 
 
+def relative_bias(heads: int) -> Mod:
+    table = torch.randn(heads, 8192, generator=torch.Generator().manual_seed(1))
+
+    def score_mod(score, b, h, q, kv):
+        return score + table[h, q - kv]
+
+    return score_mod
+
+
 MASKS: dict[str, Callable[[int], Mod]] = {
     "causal": causal,
     "window_512": window_512,
     "documents_8": documents_8,
 }
-SCORES: dict[str, Callable[[int], Mod]] = {"alibi": alibi, "softcap": softcap}
+SCORES: dict[str, Callable[[int], Mod]] = {
+    "alibi": alibi,
+    "softcap": softcap,
+    "relative_bias": relative_bias,
+}

@@ -166,12 +166,31 @@ def flex_attention(
             return_aux=own,
             **options,
         )
-    if return_aux is None or any(t is not None for t in result[1][2:]):
-        return result  # an output that PyTorch's class does not have
-    return result[0], AuxOutput(*result[1][:2])
+    if isinstance(result, tuple):
+        out, more = result
+        if return_aux is not None and not any(t is not None for t in more[2:]):
+            more = AuxOutput(*more[:2])  # else it has an output that PyTorch's class lacks
+        return _ordered_like(query, out), more
+    return _ordered_like(query, result)
 
 
 flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
+
+
+def _ordered_like(query: Tensor, out: Tensor) -> Tensor:
+    """Return `out` with the stride order of a query whose last axis is not contiguous.
+
+    attnkit's outputs have a contiguous last axis, and PyTorch's the stride order of the query.
+    """
+    if query.shape[-1] == 1 or query.stride(-1) == 1:
+        return out
+    order: list[int] = []  # axes by falling stride; Dynamo sorts no symbolic strides
+    for axis in range(out.ndim):
+        at = 0
+        while at < len(order) and query.stride(order[at]) >= query.stride(axis):
+            at += 1
+        order.insert(at, axis)
+    return out.permute(order).contiguous().permute([order.index(axis) for axis in range(out.ndim)])
 
 
 def _plain(mask: Any) -> Any:
@@ -192,9 +211,9 @@ def _plain(mask: Any) -> Any:
             return formula
     if _PARTS.sliced is not None and mask.mask_mod is _PARTS.sliced:
         raise FunctionError(
-            "block_mask was selected by an index and has no mask_mod: assign one that "
-            "fits the selection, block_mask.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, "
-            "q + offset, kv)"
+            "Cannot use mask_mod from a sliced BlockMask: block_mask was selected by an index and "
+            "has no mask_mod; assign one that fits the selection, block_mask.mask_mod = "
+            "lambda b, h, q, kv: whole.mask_mod(b, h, q + offset, kv)"
         )
     if mask.BLOCK_SIZE == (_PARTS.whole, _PARTS.whole) and _keeps_its_block(mask):
         return mask.mask_mod

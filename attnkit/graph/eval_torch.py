@@ -121,6 +121,7 @@ def evaluate(
     checked: frozenset[Node] = frozenset(),
     names: Sequence[str] = (),
     clamps: bool = False,
+    operation: Callable[[Node, Sequence[Tensor], torch.dtype], Tensor] | None = None,
 ) -> list[Tensor]:
     """Evaluate the expressions `roots` with torch operators.
 
@@ -136,6 +137,8 @@ def evaluate(
         clamps: whether to clamp indices that depend on captured data to the range of their tensor.
             Data on a GPU may have changed since its indices were proven in range, and there an
             index out of range ends the process.
+        operation: computes a node that is no leaf from the values of its arguments, as `apply`
+            does; None for `apply`.
 
     Returns:
         One tensor per root, in its broadcast shape, not expanded.
@@ -145,6 +148,7 @@ def evaluate(
     """
     values = {} if memo is None else memo
     kinds = kinds_of(dtype)
+    operation = operation or apply
     for n in ir.topo(*roots):
         if n in values:
             continue
@@ -159,11 +163,11 @@ def evaluate(
             tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
             if n in checked:
                 _check(n, tensor, args, names)
-            if clamps:
+            if clamps and args:
                 args = clamped(n, args, tensor.shape)
             value = (tensor[tuple(args)] if args else tensor).to(kinds[n.type])
         else:
-            value = apply(n, args, dtype)
+            value = operation(n, args, dtype)
         values[n] = value
     return [values[r] for r in roots]
 

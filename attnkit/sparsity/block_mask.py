@@ -459,7 +459,7 @@ def check_mask_shape(
     got = (query.shape[2], key.shape[2])
     if tuple(lengths) != got:
         raise ShapeError(
-            f"block_mask was built for query length {lengths[0]} and kv length {lengths[1]}, got "
+            f"block_mask was created for query length {lengths[0]} and kv length {lengths[1]}, got "
             f"query length {got[0]} and key length {got[1]}; {_other_lengths(lengths, query, key)}"
         )
     for what, size, own in (("batch", batch, query.shape[0]), ("heads", heads, query.shape[1])):

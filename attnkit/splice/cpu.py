@@ -15,6 +15,14 @@ from torch import Tensor
 from attnkit.graph.adjoint import Adjoint, adjoint
 from attnkit.graph.eval_torch import clamped, evaluate, mask_dtype
 from attnkit.graph.ir import Node
+from attnkit.splice.cpu_distances import (
+    Diagonals,
+    by_distance,
+    diagonal_sums,
+    distances,
+    reads_diagonals,
+)
+from attnkit.splice.cpu_values import Values
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
 from attnkit.util import caches
@@ -60,6 +68,8 @@ class CpuHooks:
         self.mask_tensors = mask_tensors
         self.dtype = dtype
         self.device = device
+        self._values = Values()
+        self._diagonals = Diagonals()
         self.has_score = program.score is not None
         _, sink = program.split_sink(score_tensors)
         self.sink = None if sink is None else sink.detach().to(dtype)
@@ -81,12 +91,25 @@ class CpuHooks:
             roots, env, tensors, dtype, checked=program.checked, names=names, clamps=True
         )
 
+    def _overwrite(self, root: Node, tile: Tile, **spent: Tensor) -> Tensor:
+        """Evaluate `root`, and overwrite the arguments `spent` where that saves memory."""
+        program, tensors = self.program, list(self.score_tensors)
+        checks = {"checked": program.checked, "names": program.names[0], "clamps": True}
+        rest, expressions = by_distance(root, len(tensors))
+        line = distances(tile) if expressions else None
+        if line is not None:
+            found = self._run(expressions, _positions(line), mask=False)
+            rows = tile.q.shape[-2]
+            tensors += [self._diagonals.spread(i, t, rows) for i, t in enumerate(found)]
+            root = rest
+        env = {**_positions(tile), **spent}
+        return self._values.evaluate([root], env, spent, tensors, self.dtype, **checks)[0]
+
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Apply the score_mod to the raw scores `s` [b, h, q, kv]; return the modified scores."""
         if self.program.score is None:
             return s
-        env = {**_positions(tile), "score": s}
-        return self._run([self.program.score], env, mask=False)[0]
+        return self._overwrite(self.program.score, tile, score=s)
 
     def keep(self, tile: Tile) -> Tensor:
         """Evaluate the mask on a tile; return a bool tensor that broadcasts to the tile."""
@@ -98,8 +121,7 @@ class CpuHooks:
         """Compute the gradient of the raw scores `s` from `grad`, that of the modified scores."""
         if self.program.score is None:
             return grad
-        env = {**_positions(tile), "score": s, "grad": grad}
-        return self._run([_adjoint(self.program.score).dscore], env, mask=False)[0]
+        return self._overwrite(_adjoint(self.program.score).dscore, tile, score=s, grad=grad)
 
     def captured_grad(self, s: Tensor, grad: Tensor, tile: Tile) -> None:
         """Add the contribution of a tile to `gradients`, those of the captured tensors."""
@@ -111,14 +133,26 @@ class CpuHooks:
             for load, cotangent in _adjoint(self.program.score).loads
             if self.gradients[int(load.attr)] is not None  # type: ignore[arg-type]
         ]
-        roots = [c for _, c in pairs] + [i for load, _ in pairs for i in load.args]
+        line = distances(tile)
+        summed = [line is not None and reads_diagonals(load) for load, _ in pairs]
+        roots = [c for _, c in pairs]
+        for (load, _), diagonal in zip(pairs, summed, strict=True):
+            roots += () if diagonal else load.args
         values = self._run(roots, env, mask=False)
         indices = iter(values[len(pairs) :])
-        for (load, _), cotangent in zip(pairs, values, strict=False):
+        for (load, _), cotangent, diagonal in zip(pairs, values, summed, strict=False):
             total = self.gradients[int(load.attr)]  # type: ignore[arg-type]
-            if total is not None:
-                at = clamped(load, [next(indices) for _ in load.args], total.shape)
-                _scatter(total, at, cotangent.expand(s.shape))
+            assert total is not None
+            share = cotangent.expand(s.shape)
+            if not diagonal:
+                index = [next(indices) for _ in load.args]
+                _scatter(total, clamped(load, index, total.shape), share)
+                continue
+            assert line is not None
+            index = self._run(load.args, _positions(line), mask=False)
+            part = torch.zeros_like(total, dtype=torch.float64)
+            _scatter(part, clamped(load, index, total.shape), diagonal_sums(share))
+            total.add_(part)
 
 
 def _positions(tile: Tile) -> dict[str, Tensor]:

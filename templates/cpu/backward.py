@@ -261,11 +261,10 @@ def _chunk(
     s = call.scores(rows.q, k, work[0])
     p = s
     if call.hooks.has_score:
-        p = work[2].take(*s.shape)
+        p = work[2].take(*s.shape).copy_(s)  # `score` may overwrite it, and `dscore` reads `s`
         for span, columns in chunk.places():
-            raw = unit.spread(s, chunk)[..., columns]
-            modified = call.hooks.score(raw, call.tile(unit, chunk, span))
-            unit.spread(p, chunk)[..., columns].copy_(modified)
+            part = unit.spread(p, chunk)[..., columns]
+            part.copy_(call.hooks.score(part, call.tile(unit, chunk, span)))
     rows.weights(p, unit.spread(p, chunk), keeps)
     dv = torch.bmm(p.mT, rows.do)
     ds = torch.bmm(rows.do, v.mT, out=work[1].take(*s.shape))

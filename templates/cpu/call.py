@@ -34,8 +34,8 @@ class Workspace:
     def take(self, *shape: int) -> Tensor:
         """Return an uninitialised contiguous tensor, which overwrites the previous one."""
         count = math.prod(shape)
-        if self._flat.numel() < count:
-            self._flat = self._flat.new_empty(count)
+        if self._flat.numel() < count:  # rounded up, as strips of a causal mask grow slowly
+            self._flat = self._flat.new_empty(1 << (count - 1).bit_length())
         return self._flat[:count].view(shape)
 
 

@@ -32,7 +32,8 @@ class Hooks(Protocol):
 
     Scores, gradients and results are float64 if the query is float64, and float32 otherwise. For
     `score`, `dscore` and `captured_grad` the tile has the shapes b [nb, 1, 1, 1], h [1, nh, 1, 1],
-    q [1, 1, nq, 1] and kv [1, 1, 1, nkv]. Hooks must not change their arguments in place.
+    q [1, 1, nq, 1] and kv [1, 1, 1, nkv]. `score` may overwrite `s`, and `dscore` both `s` and
+    `grad`; no other argument is changed. A result is valid until the next call of a hook.
 
     Attributes:
         has_score: False if scores pass through unchanged; `score` and `dscore` are then not called.

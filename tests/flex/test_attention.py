@@ -196,3 +196,41 @@ def test_options_of_attnkit_are_passed_on() -> None:
     torch.testing.assert_close(out, flex.flex_attention(query, key, value, bias))
     with pytest.raises(TypeError, match="bakend"):
         flex.flex_attention(query, key, value, bakend="eager")
+
+
+ORDERS = [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)]
+
+
+def falling(t: Tensor) -> list[int]:
+    return sorted(range(t.ndim), key=t.stride, reverse=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_have_the_stride_order_of_their_inputs(
+    order: tuple[int, ...], compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    function: Any = flex.flex_attention
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    inputs = [torch.randn(2, 5, 12, 16).permute(order).requires_grad_() for _ in range(3)]
+    out, aux = function(*inputs, return_aux=flex.AuxRequest(lse=True))
+    assert falling(out) == falling(inputs[0])
+    dense = torch.softmax(inputs[0] @ inputs[1].mT * inputs[0].shape[-1] ** -0.5, -1) @ inputs[2]
+    torch.testing.assert_close(out, dense)
+    assert type(aux) is flex.AuxOutput
+    out.backward(torch.randn_like(out))
+    for t in inputs:
+        assert t.grad is not None
+        assert falling(t.grad) == falling(t)
+
+
+def test_errors_begin_as_those_of_pytorch() -> None:
+    """Programs look for these words in the messages."""
+    mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 256, 256, device="cpu")
+    query = torch.randn(1, 1, 128, 16)
+    with pytest.raises(ValueError, match=r"^block_mask was created for"):
+        flex.flex_attention(query, query, query, block_mask=mask)
+    with pytest.raises(RuntimeError, match=r"^Cannot use mask_mod from a sliced BlockMask"):
+        flex.flex_attention(query, query, query, block_mask=mask[:, :, 0])

@@ -220,6 +220,35 @@ def test_a_compiled_call_refuses_a_function_of_captured_tensors() -> None:
         compiled(query)
 
 
+class MarkedInput(torch.autograd.Function):
+    """Marks an input as not differentiable; Dynamo cannot trace the backward of that."""
+
+    @staticmethod
+    def forward(a: Any, kept: Any) -> Any:
+        return torch.where(kept, a, -torch.inf)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def test_a_compiled_call_without_gradients_traces_no_backward() -> None:
+    torch._dynamo.reset()
+
+    def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return MarkedInput.apply(score, q <= kv)
+
+    query = torch.randn(1, H, S, D)
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(query, query, query, mod), flex_attention(query, query, query, mod)
+    )
+
+
 class Old(torch.autograd.Function):
     """Has the older form of forward, which takes ctx."""
 

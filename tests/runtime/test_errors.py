@@ -290,13 +290,13 @@ CASES: dict[str, tuple[Any, type[AttnkitError], str]] = {
     "mask lengths": (
         lambda: call(block_mask=create_block_mask(causal, None, None, 32, 16)),
         ShapeError,
-        "block_mask was built for query length 32 and kv length 16, got query length 16 and key "
+        "block_mask was created for query length 32 and kv length 16, got query length 16 and key "
         "length 16",
     ),
     "their mask's lengths": (
         lambda: call(block_mask=flex.create_block_mask(causal, None, None, 16, 128, device="cpu")),
         ShapeError,
-        "block_mask was built for query length 16 and kv length 128",
+        "block_mask was created for query length 16 and kv length 128",
     ),
     "mask batch": (
         lambda: call(block_mask=create_block_mask(causal, 3, None, 16, 16)),

@@ -40,8 +40,10 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         except AttnkitError as error:
             raise _dynamo.UserError(_dynamo.UserErrorType.INVALID_INPUT, str(error)) from error
         numbers = _Numbers(tx)
-        score, scores = self._mod(tx, query, score_mod, "score", numbers)
-        mask, masks = self._mod(tx, query, mask_mod, "mask", numbers)
+        inputs = [t.as_proxy().node.meta["example_value"] for t in (query, key, value)]
+        learns = any(t.requires_grad for t in inputs)
+        score, scores = self._mod(tx, query, score_mod, "score", numbers, learns)
+        mask, masks = self._mod(tx, query, mask_mod, "mask", numbers, False)
         try:
             _refuse_transforms(
                 [t.as_proxy() for t in (query, key, value)],
@@ -72,7 +74,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         return _dynamo.wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
     def _mod(
-        self, tx: Any, query: Any, function: Any, kind: Kind, numbers: _Numbers
+        self, tx: Any, query: Any, function: Any, kind: Kind, numbers: _Numbers, learns: bool
     ) -> tuple[Traced | None, list[Any]]:
         """Trace a score_mod or mask_mod; return its trace and proxies of its captured tensors.
 
@@ -82,6 +84,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             function: variable of the function, or of None.
             kind: "score" or "mask".
             numbers: the numbers of the call, to which those of the function are added.
+            learns: whether scores require grad.
         """
         if function.is_python_constant() and function.as_python_constant() is None:
             return None, []
@@ -91,7 +94,9 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             build = _dynamo.VariableTracker.build
             shape, dtype = build(tx, []), build(tx, score if name == "score" else torch.int32)
             options = {"dtype": dtype}
-            if name == "score":  # else Dynamo leaves out the backward of an autograd.Function
+            if name == "score" and learns:
+                # Dynamo then keeps the backward of an autograd.Function. It traces one only if it
+                # must, because it cannot trace some.
                 options["requires_grad"] = build(tx, True)
             return query.call_method(tx, "new_empty", [shape], options)
 

@@ -132,9 +132,23 @@ def test_generate(name: str) -> None:
     _check_generated(tiny_models.decoder(name))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
-def test_generate_with_a_static_cache(name: str) -> None:
-    _check_generated(tiny_models.decoder(name), cache_implementation="static")
+@pytest.mark.parametrize("side", ["left", ""])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate_with_a_static_cache(name: str, side: str) -> None:
+    _check_generated(tiny_models.decoder(name, side=side), cache_implementation="static")
+
+
+def test_a_static_cache_is_used_again() -> None:
+    """The second text starts at position 0 of the cache, which the first one filled."""
+    found = []
+    for implementation in ("eager", "attnkit"):
+        torch.manual_seed(0)
+        tiny = tiny_models.decoder("gemma2", side="")
+        cache = transformers.StaticCache(config=tiny.model.config, max_cache_len=40)
+        for _ in range(2):
+            cache.reset()
+            found.append(_generated(tiny, implementation, past_key_values=cache))
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "t5"])
