@@ -85,40 +85,54 @@ def _readers() -> dict[CodeType, _Reader]:
     from transformers import masking_utils as hf
 
     some = torch.zeros(1, 1, dtype=torch.int64)
-    closures: list[tuple[Callable[..., Any], _Reader]] = [
-        (hf.causal_mask_function, lambda cells: CAUSAL),
-        (hf.bidirectional_mask_function, lambda cells: Everything()),
-        (hf.and_masks(hf.causal_mask_function), _read_and),
+    causal = hf.causal_mask_function
+    # name, arguments (None if the function itself is the mask), reader of its closure
+    known: list[tuple[str, tuple[Any, ...] | None, _Reader]] = [
+        ("causal_mask_function", None, lambda cells: CAUSAL),
+        ("bidirectional_mask_function", None, lambda cells: Everything()),
+        ("and_masks", (causal,), _read_and),
         (
-            hf.or_masks(hf.causal_mask_function),
+            "or_masks",
+            (causal,),
             lambda cells: Or(tuple(map(read_function, cells["mask_functions"]))),
         ),
-        (hf.sliding_window_overlay(1), lambda cells: Band(cells["sliding_window"] - 1, None)),
+        ("sliding_window_overlay", (1,), lambda cells: Band(cells["sliding_window"] - 1, None)),
         (
-            hf.sliding_window_bidirectional_overlay(1),
+            "sliding_window_bidirectional_overlay",
+            (1,),
             lambda cells: Band(cells["sliding_window"], cells["sliding_window"]),
         ),
         (
-            hf.chunked_overlay(1, some[0]),
+            "chunked_overlay",
+            (1, some[0]),
             lambda cells: Chunks(cells["chunk_size"], tuple(cells["left_padding"].tolist())),
         ),
         (
-            hf.padding_mask_function(some.bool()),
+            "padding_mask_function",
+            (some.bool(),),
             lambda cells: Table(cells["padding_mask"].bool()),
         ),
-        (hf.packed_sequence_mask_function(some), lambda cells: PackedSequences(_packed_ids(cells))),
         (
-            hf.remap_positions_for_packed_sequence(hf.causal_mask_function, some),
+            "packed_sequence_mask_function",
+            (some,),
+            lambda cells: PackedSequences(_packed_ids(cells)),
+        ),
+        (
+            "remap_positions_for_packed_sequence",
+            (causal, some),
             lambda cells: RemappedPositions(
                 read_function(cells["mask_function"]), cells["position_ids"]
             ),
         ),
-        (
-            hf.blockwise_overlay(some),
-            lambda cells: Groups(cells["block_sequence_ids"]),
-        ),
+        ("blockwise_overlay", (some,), lambda cells: Groups(cells["block_sequence_ids"])),
     ]
-    return {closure.__code__: reader for closure, reader in closures}
+    readers: dict[CodeType, _Reader] = {}
+    for name, arguments, reader in known:
+        function = getattr(hf, name, None)
+        if function is not None:  # versions differ in the masks that they have
+            closure = function if arguments is None else function(*arguments)
+            readers[closure.__code__] = reader
+    return readers
 
 
 def _packed_ids(cells: dict[str, Any]) -> Tensor:
