@@ -53,8 +53,8 @@ def arguments() -> argparse.ArgumentParser:
         "--attempts", type=ATTEMPTS, default=2, metavar="N", help="as in gpu.py (default 2)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=110, metavar="S",
-        help="start no layer and direction after S seconds (default 110)",
+        "--seconds", type=float, default=95, metavar="S",
+        help="start no layer and direction after S seconds (default 95)",
     )  # fmt: skip
     parser.add_argument(
         "--save", type=Path, nargs="?", const=ROWS, metavar="FILE",

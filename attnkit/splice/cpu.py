@@ -150,8 +150,9 @@ class CpuHooks:
                 continue
             assert line is not None
             index = self._run(load.args, _positions(line), mask=False)
-            part = torch.zeros_like(total, dtype=torch.float64)
-            _scatter(part, clamped(load, index, total.shape), diagonal_sums(share))
+            sums = diagonal_sums(share)
+            part = torch.zeros_like(total, dtype=sums.dtype)
+            _scatter(part, clamped(load, index, total.shape), sums)
             total.add_(part)
 
 

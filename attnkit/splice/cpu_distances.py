@@ -113,4 +113,5 @@ def diagonal_sums(t: Tensor) -> Tensor:
     b, h, rows, columns = t.shape
     matrix = t.new_zeros(b, h, rows, rows + columns - 1)
     _diagonals(matrix, columns).copy_(t)
-    return matrix.sum(dim=2, keepdim=True, dtype=torch.float64)
+    wide = t.dtype if t.device.type == "mps" else torch.float64  # which MPS does not have
+    return matrix.sum(dim=2, keepdim=True, dtype=wide)

@@ -458,11 +458,11 @@ def test_another_dynamo_runs_it_outside_of_the_graph(monkeypatch: pytest.MonkeyP
 def test_errors_are_those_of_the_operator() -> None:
     block_mask = create_block_mask(causal, None, None, LENGTH, LENGTH)
     call = compiled(functools.partial(flex_attention, block_mask=block_mask))
-    with pytest.raises(attnkit.ShapeError, match="built for query length 150"):
+    with pytest.raises(attnkit.ShapeError, match="created for query length 150"):
         call(*inputs(70))
     call(*inputs())
     longer = create_block_mask(causal, None, None, LENGTH, LENGTH + 1)
-    with pytest.raises(attnkit.ShapeError, match="built for query length 150 and kv length 151"):
+    with pytest.raises(attnkit.ShapeError, match="created for query length 150 and kv length 151"):
         compiled(functools.partial(flex_attention, block_mask=longer))(*inputs())
     with pytest.raises(attnkit.ShapeError, match="enable_gqa=True"):
         compiled(flex_attention)(*inputs(kv_heads=2))
