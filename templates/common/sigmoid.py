@@ -1,10 +1,10 @@
-"""Compute sigmoids of scores with one special function each, the weights of sigmoid attention.
+"""Compute sigmoids of scores, the weights of sigmoid attention.
 
 With e = 2**-|x| in (0, 1], 1 / (1 + 2**-x) is 1 / (1 + e) for positive x, and e / (1 + e) otherwise.
-A polynomial computes 1 / (1 + e), because the MUFU unit has no time for a reciprocal besides the
-power. `tanh.approx` would need one special function too, but its absolute error of 2**-12 is as
-large as the weights of a long row. This form keeps the relative error: it overflows nowhere, and
-gives exactly 0 for -inf and 1 for inf.
+A polynomial computes 1 / (1 + e), because the MUFU unit has no time for a reciprocal of every score
+besides the power. `tanh.approx` would need one special function too, but its absolute error of
+2**-12 is as large as the weights of a long row. Both functions here keep the relative error: they
+overflow nowhere, and give exactly 0 for -inf and 1 for inf.
 """
 
 from __future__ import annotations
@@ -34,3 +34,14 @@ def sigmoid(x: Any, dtype: str, minus: Any = None) -> Any:
     for c in reversed(lower):
         p = cute.math.fma(p, e, c)
     return cutlass.select_(x > Float32(0.0), Float32(1.0), e) * p
+
+
+def sigmoid_on_mufu(x: Any, minus: Any) -> Any:
+    """Return 1 / (1 + 2**-x) with two special functions: fewer instructions, more MUFU time.
+
+    Args:
+        x: Float32.
+        minus: -0.0, as in `sigmoid`.
+    """
+    power = device.exp2(device.with_flipped_bits(x, minus))
+    return cute.arch.rcp_approx(Float32(1.0) + power)

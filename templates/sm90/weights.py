@@ -5,7 +5,7 @@ from __future__ import annotations
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.sigmoid import MINUS, sigmoid
+from attnkit.templates.common.sigmoid import MINUS, sigmoid, sigmoid_on_mufu
 from attnkit.templates.sm90.config import ForwardConfig
 
 
@@ -22,14 +22,15 @@ def write_weights(
     """
     pairs = None if p is None else cute.recast_tensor(p, Int32)  # i32, two of P each
     count = cute.size(acc_s)
-    low, high, minus = acc_s[0], acc_s[1], None
+    low, high, minus = acc_s[0], acc_s[1], Int32(MINUS)
     for i in range(0, count, 2):
         if i == count // 2:
             # the second half waits for the first: all at once would not fit in the registers
             (minus,) = device.after([Int32(MINUS)], [high])
         low, high = (device.shifted(acc_s[i + k], factor, None) for k in range(2))
         if config.softmax == "sigmoid":
-            low, high = (sigmoid(x, config.dtype, minus) for x in (low, high))
+            # half of the scores each, because either unit alone would take longer than the MMAs
+            low, high = sigmoid(low, config.dtype, minus), sigmoid_on_mufu(high, minus)
         if pairs is None:
             acc_s[i], acc_s[i + 1] = low, high
         else:

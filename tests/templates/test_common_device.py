@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
 from attnkit.templates.common import device  # noqa: E402
-from attnkit.templates.common.sigmoid import MINUS, sigmoid  # noqa: E402
+from attnkit.templates.common.sigmoid import MINUS, sigmoid, sigmoid_on_mufu  # noqa: E402
 
 THREADS = 128
 
@@ -79,19 +80,25 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
     assert bool(found.isnan().all())
 
 
+def on_mufu(x: Any) -> Any:
+    return sigmoid_on_mufu(x, Int32(MINUS))
+
+
 @pytest.mark.parametrize(("name", "error"), [("bfloat16", 3.6e-4), ("float16", 6.1e-5)])
 def test_sigmoid_keeps_its_relative_error(name: str, error: float) -> None:
-    """Small weights are as exact as large ones, with one special function each."""
+    """Small weights are as exact as large ones, in both forms."""
     x = torch.cat([torch.linspace(-125.9, 40, 4001), torch.linspace(-2, 2, 1999)])
-    found = run(lambda v: sigmoid(v, name), x, torch.float32).double()
     exact = 1 / (1 + torch.exp2(-x.double()))
-    assert float(((found - exact) / exact).abs().max()) < error
+    for form in (lambda v: sigmoid(v, name), on_mufu):
+        found = run(form, x, torch.float32).double()
+        assert float(((found - exact) / exact).abs().max()) < error
     assert error < torch.finfo(getattr(torch, name)).eps / 8
 
 
-def test_sigmoid_of_infinities_and_nan() -> None:
+@pytest.mark.parametrize("form", [lambda v: sigmoid(v, "bfloat16"), on_mufu])
+def test_sigmoid_of_infinities_and_nan(form: Callable[[Any], Any]) -> None:
     x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan, -0.0, 0.0])
-    found = run(lambda v: sigmoid(v, "bfloat16"), x, torch.float32)
+    found = run(form, x, torch.float32)
     assert found[:4].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert bool(found[4].isnan())
     assert found[5] == found[6]
