@@ -14,6 +14,7 @@ import attnkit
 from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.dropout import state_of
 from attnkit.runtime.normalization import sink_of
 from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
@@ -176,6 +177,7 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     ]  # fmt: skip
     normalization = options.pop("normalization", "softmax")
     options["sink"] = sink_of(normalization, options.get("sink"), query)
+    options["dropout"] = state_of(options.pop("dropout_p", 0.0), query)
     call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):

@@ -17,6 +17,7 @@ from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
+_NO_DROPOUT = 0.0
 
 
 def flex_attention(
@@ -35,6 +36,7 @@ def flex_attention(
     deterministic: bool = False,
     sink: Tensor | None = None,
     normalization: str = "softmax",
+    dropout_p: float = _NO_DROPOUT,
 ) -> Any:
     """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
@@ -81,6 +83,10 @@ def flex_attention(
             as its LSE. A sink of -inf changes nothing.
         normalization: "softmax", or "softmax1", whose denominator is 1 + sum(exp(score)) ("off by
             one"): a sink of 0 in every head, which excludes `sink`.
+        dropout_p: probability of dropping an element of the softmax, in [0, 1), rounded to a
+            multiple of 1 / 256. Elements that are kept are divided by the probability of keeping
+            one. LSE and statistics do not change. Random bits come from torch's generator of the
+            device; they do not depend on the backend (docs/tutorials/dropout.md).
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -102,6 +108,11 @@ def flex_attention(
         from attnkit.runtime.normalization import sink_of  # which most calls do not need
 
         sink = sink_of(normalization, sink, query)
+    dropout = None
+    if dropout_p is not _NO_DROPOUT:  # identity, as above
+        from attnkit.runtime.dropout import state_of  # which most calls do not need
+
+        dropout = state_of(dropout_p, query)
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and not in_plain_surroundings():
         check_surroundings()
@@ -118,6 +129,7 @@ def flex_attention(
             backend,
             deterministic,
             sink,
+            dropout,
         )
         if relaunched is not None:
             return relaunched
@@ -139,6 +151,7 @@ def flex_attention(
         backend,
         deterministic,
         sink,
+        dropout,
     )
     if compiling:
         return symbolic.run_compiled(call)

@@ -45,8 +45,10 @@ def supports(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
     if program.checked or not (spec.emulated or query.is_cuda):
         return False
     if inputs.grad_entropy is not None and (
-        any(inputs.needs_grad) or not template.entropies(widths)
+        any(inputs.needs_grad) or not template.entropies(widths) or inputs.dropout is not None
     ):
+        return False
+    if inputs.dropout is not None and not template.dropout:
         return False
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return False
@@ -90,6 +92,8 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
     light = _light(program, bool(learned.scores))
     if inputs.grad_entropy is not None:  # which q blocks of 64 rows leave registers for
         switches, light = switches | {"with_entropy": True}, False
+    if inputs.dropout is not None:
+        switches = switches | {"with_dropout": True}
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

@@ -56,6 +56,7 @@ class BackwardTemplate:
             `graph.learned_loads`.
         block_kv: widths -> columns of a kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
+        dropout: whether the kernels can drop elements of the softmax.
         entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
             captured tensor needs a gradient.
         splits: settings -> whether several work tiles may share a kv tile.
@@ -80,6 +81,7 @@ class BackwardTemplate:
     block_kv: Callable[[HeadDims], int]
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
+    dropout: bool
     entropies: Callable[[HeadDims], bool]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
@@ -126,6 +128,11 @@ class BackwardSettings:
     def with_entropy(self) -> bool:
         """Return whether the kernels add the gradient of the rows' entropies."""
         return bool(self.values.get("with_entropy"))
+
+    @property
+    def with_dropout(self) -> bool:
+        """Return whether elements of the softmax are dropped."""
+        return bool(self.values.get("with_dropout"))
 
     @property
     def row_sums(self) -> bool:

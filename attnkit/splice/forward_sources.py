@@ -48,6 +48,7 @@ def forward_source(
         loads,
         variant.lists_override_mask,
         *(("sink",) if variant.sink else ()),
+        *(("dropout",) if variant.dropout else ()),
     )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),

@@ -31,6 +31,8 @@ class Program:
             to FULL tiles.
         sink: whether each softmax has an attention sink. The sink is then the last of the score's
             tensors; the graphs do not read it.
+        dropout: whether elements of the softmax are dropped. The state of dropout is then the last
+            of the score's tensors, or the last but the sink; the graphs do not read it.
     """
 
     score: Node | None = None
@@ -39,12 +41,17 @@ class Program:
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     lists_override_mask: bool = False
     sink: bool = False
+    dropout: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """Return the canonical text of the program, which `Program.parse` converts back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
-        flags = ("listed", self.lists_override_mask), ("sink", self.sink)
+        flags = (
+            ("listed", self.lists_override_mask),
+            ("sink", self.sink),
+            ("dropout", self.dropout),
+        )
         parts.append(" ".join(name for name, is_set in flags if is_set))
         if self.checked:
             order = [n for n in self._order() if n in self.checked]
@@ -55,9 +62,23 @@ class Program:
         """Return the program without an attention sink."""
         return replace(self, sink=False) if self.sink else self
 
+    def bare(self) -> Program:
+        """Return the program without an attention sink and dropout."""
+        plain = self.without_sink()
+        return replace(plain, dropout=False) if plain.dropout else plain
+
     def split_sink(self, scores: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
         """Split the score's tensors into those that the graph reads and the sink (or None)."""
         return (scores[:-1], scores[-1]) if self.sink else (scores, None)
+
+    def split_dropout(self, scores: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Split the first of the results of `split_sink` into the graph's tensors and the state."""
+        return (scores[:-1], scores[-1]) if self.dropout else (scores, None)
+
+    @property
+    def extras(self) -> int:
+        """Return how many of the score's tensors the graph does not read: the last ones."""
+        return self.sink + self.dropout
 
     def _order(self) -> list[Node]:
         return ir.topo(*(r for r in (self.score, self.mask) if r is not None))
@@ -72,7 +93,13 @@ class Program:
         first, second, words, *checks = text.split("|")
         score, mask = (ir.parse(part) if part else None for part in (first, second))
         flags = words.split()
-        program = Program(score, mask, lists_override_mask="listed" in flags, sink="sink" in flags)
+        program = Program(
+            score,
+            mask,
+            lists_override_mask="listed" in flags,
+            sink="sink" in flags,
+            dropout="dropout" in flags,
+        )
         if not checks:
             return program
         loads, *names = checks

@@ -120,6 +120,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    dropout=False,
     entropies=lambda widths: False,
     splits=splits,
     cost=cost,

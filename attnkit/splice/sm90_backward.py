@@ -143,6 +143,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    dropout=True,
     entropies=entropies,
     splits=splits,
     cost=cost,

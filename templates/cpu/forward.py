@@ -61,10 +61,11 @@ def forward(
     for unit, chunk, keeps in call.walk(SCORES):
         if chunk.first:
             q = unit.rows(query, chunk, call.dtype)
-            softmax = Softmax(call.factor, need_entropy)
+            softmax = Softmax(call.factor, need_entropy, hooks.survivor_scale)
         if chunk.spans:
             s = _scores(call, unit, chunk, keeps, q, space)
-            softmax.add(s, unit.columns(value, chunk, call.dtype))
+            survivors = call.survivors(unit, chunk, s)
+            softmax.add(s, unit.columns(value, chunk, call.dtype), survivors)
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
             sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
@@ -95,8 +96,11 @@ def _scores(
 class Softmax:
     """Accumulates online softmax of some rows times the values (Milakov and Gimelshein, 2018)."""
 
-    def __init__(self, factor: float, need_entropy: bool = False) -> None:
+    def __init__(
+        self, factor: float, need_entropy: bool = False, survivor_scale: Tensor | None = None
+    ) -> None:
         self._factor = factor  # on every score, applied in the exponential
+        self._survivor_scale = survivor_scale  # of the elements that dropout keeps
         self._need_entropy = need_entropy
         # sum of w log(w) over the weights w of a row before the division, [lanes, rows, 1]
         self._moment: Tensor
@@ -105,8 +109,14 @@ class Softmax:
         self._peak: Tensor
         self._shift: Tensor
 
-    def add(self, s: Tensor, v: Tensor) -> None:
-        """Add scores `s` [lanes, rows, width], which are overwritten, and their values `v`."""
+    def add(self, s: Tensor, v: Tensor, survivors: Tensor | None = None) -> None:
+        """Add scores and their values.
+
+        Args:
+            s: [lanes, rows, width], overwritten.
+            v: the values.
+            survivors: bool, in the shape of `s`: the elements that dropout keeps; None for all.
+        """
         peak = s.amax(dim=-1, keepdim=True)
         if self._acc is not None:
             peak = torch.maximum(peak, self._peak)
@@ -114,16 +124,16 @@ class Softmax:
         exponential(s, shift, self._factor)
         if self._acc is None:
             self._total = s.sum(dim=-1, keepdim=True)
-            self._acc = torch.bmm(s, v)
             if self._need_entropy:
                 self._moment = torch.xlogy(s, s).sum(dim=-1, keepdim=True)
+            self._acc = torch.bmm(s if survivors is None else s.mul_(survivors), v)
         else:
             decay = exponential(self._shift, shift, self._factor)
             if self._need_entropy:  # w becomes decay w, whose logarithm is log(decay) + log(w)
                 self._moment.mul_(decay).addcmul_(torch.xlogy(decay, decay), self._total)
                 self._moment.add_(torch.xlogy(s, s).sum(dim=-1, keepdim=True))
             self._total.mul_(decay).add_(s.sum(dim=-1, keepdim=True))
-            self._acc.mul_(decay).baddbmm_(s, v)
+            self._acc.mul_(decay).baddbmm_(s if survivors is None else s.mul_(survivors), v)
         self._peak, self._shift = peak, shift
 
     def write_entropy(self, entropy: Tensor, sink: Tensor | None) -> None:
@@ -163,6 +173,8 @@ class Softmax:
             if top is not None:
                 top.fill_(-math.inf)
             return
+        if self._survivor_scale is not None:
+            self._acc.mul_(self._survivor_scale)
         if top is not None:
             torch.mul(self._peak.view(top.shape), self._factor, out=top)
         if sink is not None:

@@ -51,6 +51,7 @@ class BackwardConfig:
     two_cta: bool = False
     less_lse: bool = False
 
+    with_dropout = False  # no kernel drops elements of the softmax yet
     rows_kv = 128  # kv positions per CTA
     slices = 2  # buffers in shared memory for slices of sums
 

@@ -29,6 +29,7 @@ class BackwardConfig:
         less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
             only add terms to the score that do not depend on the score.
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
+        with_dropout: drop elements of the softmax, see `sm90.dropout`.
     """
 
     dtype: str = "bfloat16"
@@ -40,6 +41,7 @@ class BackwardConfig:
     first_writer: bool = False
     less_lse: bool = False
     with_entropy: bool = False
+    with_dropout: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -99,6 +101,8 @@ class BackwardConfig:
             )
         if self.with_entropy and self.rounded:
             return f"entropies with block_q={self.block_q}: expected {ROWS}"
+        if self.with_entropy and self.with_dropout:
+            return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.smem_bytes > SMEM_BYTES:

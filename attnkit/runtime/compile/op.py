@@ -78,6 +78,8 @@ class Request:
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
         sink: whether the last of the score's tensors is an attention sink.
+        dropout: whether the last of the score's tensors, or the last but the sink, is the state of
+            dropout.
         float_scale: whether the last of the operator's floats is the softmax scale.
         need_entropy: whether to return the entropies of the rows.
         signature: version of the operators' arguments and results. Torch stores compiled graphs on
@@ -99,7 +101,8 @@ class Request:
     sink: bool = False
     float_scale: bool = False
     need_entropy: bool = False
-    signature: int = 5
+    dropout: bool = False
+    signature: int = 6
 
     @property
     def kernel_options(self) -> dict[str, int] | None:
@@ -191,7 +194,8 @@ class OperatorInputs:
 
     Attributes:
         query, key, value, scale: as in `flex_attention`.
-        scores: tensors that the score graph captures, and the sink if there is one.
+        scores: tensors that the score graph captures; the state of dropout and the sink, if there
+            are any.
         masks: tensors that the mask graph captures.
         lists: block lists of PyTorch's BlockMask; empty for another mask. Block runs of a call that
             is prepared already, see `torch_ops.unpack`.
@@ -266,6 +270,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         backend=request.backend,
         deterministic=request.deterministic,
         sink=own.scores[-1] if request.sink else None,
+        dropout=own.scores[-1 - request.sink] if request.dropout else None,
     )
     captured = graphs.select(own.scores, own.masks)
     slots = () if graphs.score is None else graphs.score.data_slots(captured.scores)
@@ -301,7 +306,8 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
             captured.masks if program.mask is not None else (),
         )
     )
-    return OperatorCall(prepared, inputs, (*read, *([len(own.scores) - 1] if request.sink else [])))
+    count = len(own.scores)
+    return OperatorCall(prepared, inputs, (*read, *range(count - program.extras, count)))
 
 
 def _checked_sizes(
@@ -477,6 +483,7 @@ def request_of(
     need_max: bool,
     sink: bool,
     need_entropy: bool,
+    dropout: bool,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -493,4 +500,5 @@ def request_of(
         need_max,
         sink,
         need_entropy=need_entropy,
+        dropout=dropout,
     )

@@ -65,9 +65,9 @@ class _Entry:
 
     Attributes:
         guard: function that returns whether tensors (query, key, value, the score's captured
-            tensors, the sink if there is one, the mask's captured tensors) have the same geometry
-            as those of the call.
-        has_sink: whether the call has a sink.
+            tensors, the state of dropout and the sink if there are any, the mask's captured tensors)
+            have the same geometry as those of the call.
+        has_sink, has_dropout: whether the call has a sink, and dropout.
         enable_gqa, backend, deterministic: options of the call.
         ordered: whether torch's deterministic algorithms were enabled.
         recording: whether torch's grad mode was enabled.
@@ -83,6 +83,7 @@ class _Entry:
 
     guard: Callable[..., bool]
     has_sink: bool
+    has_dropout: bool
     enable_gqa: bool
     backend: str
     deterministic: bool
@@ -180,6 +181,7 @@ def try_fast_path(
     backend: Any,
     deterministic: Any,
     sink: Any,
+    dropout: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call by relaunching an earlier one: return out or (out, LSE), None if a guard fails.
 
@@ -190,6 +192,7 @@ def try_fast_path(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, backend,
             deterministic, sink: unchecked arguments of `flex_attention`; its other arguments are
             None.
+        dropout: the state of dropout, or None.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -203,12 +206,15 @@ def try_fast_path(
     if captured is None:
         return None
     scores, masks, _ = captured
+    if dropout is not None:
+        scores = (*scores, dropout)
     if sink is not None:
         scores = (*scores, sink)
     for entry in bucket.entries.all:
         if (
             entry.deterministic is deterministic
             and entry.has_sink is (sink is not None)
+            and entry.has_dropout is (dropout is not None)
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
             and entry.guard(query, key, value, *scores, *masks)
@@ -294,6 +300,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
         _Entry(
             guard,
             call.sink is not None,
+            call.dropout is not None,
             call.enable_gqa,
             call.backend,
             call.deterministic,
