@@ -230,6 +230,7 @@ class Problem:
         tables: captured tensors of the score_mod; they require grad if the case learns them.
         sink: float32 [heads], the attention sink; None without one. It requires grad in a backward.
         entropy: whether the call also returns the entropies of the rows.
+        dropout_p: probability of dropping an element of the softmax.
         density: fraction of the (query, key) pairs that the mask keeps.
     """
 
@@ -244,6 +245,7 @@ class Problem:
     tables: tuple[Tensor, ...]
     sink: Tensor | None
     entropy: bool
+    dropout_p: float
     density: float
 
     @property
@@ -301,7 +303,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     query, key, value, grad = inputs
     case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables, sink,
-        case.get("entropy", False),
+        case.get("entropy", False), case.get("dropout_p", 0.0),
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
     return case_problem.for_backward() if backward else case_problem
