@@ -67,7 +67,7 @@ class _Entry:
         guard: function that returns whether tensors (query, key, value, the score's captured
             tensors, the state of dropout and the sink if there are any, the mask's captured tensors)
             have the same geometry as those of the call.
-        has_sink, has_dropout: whether the call has a sink, and dropout.
+        extras: 1 if the call has dropout, plus 2 if it has a sink.
         enable_gqa, backend, deterministic: options of the call.
         ordered: whether torch's deterministic algorithms were enabled.
         recording: whether torch's grad mode was enabled.
@@ -82,8 +82,7 @@ class _Entry:
     """
 
     guard: Callable[..., bool]
-    has_sink: bool
-    has_dropout: bool
+    extras: int
     enable_gqa: bool
     backend: str
     deterministic: bool
@@ -206,15 +205,15 @@ def try_fast_path(
     if captured is None:
         return None
     scores, masks, _ = captured
+    extras = 0
     if dropout is not None:
-        scores = (*scores, dropout)
+        scores, extras = (*scores, dropout), 1
     if sink is not None:
-        scores = (*scores, sink)
+        scores, extras = (*scores, sink), extras + 2
     for entry in bucket.entries.all:
         if (
             entry.deterministic is deterministic
-            and entry.has_sink is (sink is not None)
-            and entry.has_dropout is (dropout is not None)
+            and entry.extras == extras
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
             and entry.guard(query, key, value, *scores, *masks)
@@ -299,8 +298,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
     bucket.entries.add(
         _Entry(
             guard,
-            call.sink is not None,
-            call.dropout is not None,
+            (call.dropout is not None) + 2 * (call.sink is not None),
             call.enable_gqa,
             call.backend,
             call.deterministic,
