@@ -168,10 +168,6 @@ _KERNEL_RULES = (
             f"{' or '.join(str(k.block) for k in _kernels(c, t))}"
         ),
     ),
-    Rule(
-        lambda c, b, t: not c.dropout or t.template == SM90.template,
-        lambda c, b, t: f"the {t.card} kernel has no dropout yet",
-    ),
 )
 
 

@@ -265,13 +265,6 @@ def test_errors(p: Any, error: type[Exception], text: str) -> None:
         attend(draw(), dropout_p=p)
 
 
-def test_blackwell_says_that_it_has_no_dropout() -> None:
-    pytest.importorskip("cutlass")
-    qkv = [torch.randn(1, 1, 16, 64).bfloat16() for _ in range(3)]
-    with pytest.raises(UnsupportedError, match="Blackwell kernel has no dropout yet"):
-        flex_attention(*qkv, backend="emulate:sm_100a", dropout_p=0.1)
-
-
 def test_vmap_is_refused() -> None:
     qkv = torch.randn(3, 1, 2, 20, 8)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0.1: torch cannot draw"):

@@ -57,11 +57,12 @@ def check(
     seed: int = 0,
     mode: str = "eager",
     backward: bool = True,
+    kernel: str = "emulate",
     **options: Any,
 ) -> list[str]:
     """Compare output, LSE and all gradients with the dense reference; return the kernels' names."""
     results, names = [], []
-    for backend, double in (("emulate", False), ("eager", True), ("eager", False)):
+    for backend, double in ((kernel, False), ("eager", True), ("eager", False)):
         leaves = [t.detach().double() if double else t.detach() for t in tensors]
         if backward:
             leaves = [t.requires_grad_() for t in leaves]
@@ -105,6 +106,28 @@ def test_calls_that_are_relaunched_have_new_bits(monkeypatch: pytest.MonkeyPatch
     for step in range(4):  # one kernel serves all probabilities
         check(draw(step, 70), p=(0.1, 0.1, 0.1, 0.8)[step], seed=step)
     assert taken == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "mod"),
+    [
+        (64, causal(), None),
+        (128, causal(), lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)),
+        (192, lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9), None),
+    ],
+    ids=["tiles", "pairs of CTAs and a mod", "a mask by element"],
+)
+def test_blackwell(head_dim: int, mask: Any, mod: Any) -> None:
+    """The forward kernel drops; torch operators compute the backward."""
+    tensors = draw(0, 300, (head_dim, head_dim))
+    names = check(tensors, mod, mask, p=0.3, kernel="emulate:sm_100a", mode="check")
+    assert names == ["forward"]
+
+
+def test_blackwell_split_rows() -> None:
+    tensors = draw(0, 16, keys=1100, heads=1)
+    names = check(tensors, backward=False, kernel="emulate:sm_100a")
+    assert names == ["forward", "combine"]
 
 
 def test_rows_without_keys_and_masks_by_element() -> None:
