@@ -17,7 +17,7 @@ from attnkit.util.arguments import AuxRequest, check_surroundings, refuse_script
 from attnkit.util.torch_private import in_autocast, in_plain_surroundings
 
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
-_NO_DROPOUT = 0.0
+_NO_DROPOUT = 0  # an int, because Dynamo may take a float for a number that changes
 
 
 def flex_attention(

@@ -8,6 +8,8 @@ if the byte is below the threshold.
 A thread with an accumulator of S holds rows q, q + 8 and columns kv, kv + 1, kv + 8, so that it
 needs two words of each call: those of its bit 0 of q. With an accumulator of S^T they are those of
 its bit 0 of kv. Both pack the two elements that lie in the same bytes of these two words as a pair.
+The lane whose number differs in bit 2 needs the two other words. So each of them makes every other
+call, and they exchange words.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ ROUNDS = 7
 THRESHOLD_BIT = 55  # of both words of the state
 STEPS = 256
 SHARED = ~9  # bits of a position that all elements of a call have in common
+PARTNER = 4  # the bit in which the numbers of two lanes differ that exchange words
 SEVEN_BITS = 0x7F7F7F7F
 EACH_BYTE = 0x01010101
 
@@ -60,11 +63,7 @@ class DropoutState:
         return DropoutState((uniform[0], uniform[1]), uniform[2], uniform[3], addend, low)
 
     def words(self, q: Any, kv: Any) -> tuple[Any, Any, Any, Any]:
-        """Return the four words of the call of Philox that position (q, kv) belongs to.
-
-        Each word is Int32, where bit 7 of a byte says whether its element is kept. The other bits
-        have no meaning.
-        """
+        """Return the four words, Int32, of the call of Philox that position (q, kv) belongs to."""
         x = (Uint32(q & SHARED), Uint32(kv & SHARED), self.matrix, self.offset)
         for i in range(ROUNDS):
             first, second = (_product(x[2 * k], MULTIPLIERS[k]) for k in range(2))
@@ -73,10 +72,49 @@ class DropoutState:
                 for key, step in zip(self.key, WEYL, strict=True)
             ]
             x = (second[0] ^ x[1] ^ keys[0], second[1], first[0] ^ x[3] ^ keys[1], first[1])
-        return tuple(self._compare(Int32(word)) for word in x)
+        first_word, second_word, third_word, fourth_word = (Int32(word) for word in x)
+        return first_word, second_word, third_word, fourth_word
 
-    def _compare(self, word: Any) -> Any:
-        """Return a word whose bit 7 of each byte is set if the byte is at least the threshold."""
+    def exchanged(
+        self, count: int, odd: Any, places: tuple[tuple[int, int], ...], at: Any
+    ) -> list[tuple[Any, Any]]:
+        """Return two compared words of each of `count` calls, every other one from another lane.
+
+        All lanes of a warp must call it.
+
+        Args:
+            count: number of calls.
+            odd: whether the lane needs the second words of `places`. It is True in one of two lanes
+                whose numbers differ in bit 2, and these have the same calls.
+            places: for each of the two words, its number without and with `odd`.
+            at: function of an Int32, the number of a call, that returns its position (q, kv).
+        """
+        step = cutlass.select_(odd, Int32(1), Int32(0))
+        found: list[tuple[Any, Any]] = []
+        for g in range(0, count, 2):
+            if g + 1 == count:  # no call to exchange it for
+                drawn = self.words(*at(Int32(g)))
+                own = [cutlass.select_(odd, drawn[b], drawn[a]) for a, b in places]
+                found.append((self.compared(own[0]), self.compared(own[1])))
+                continue
+            drawn = self.words(*at(step + g))
+            own = [cutlass.select_(odd, drawn[b], drawn[a]) for a, b in places]
+            sent = [cutlass.select_(odd, drawn[a], drawn[b]) for a, b in places]
+            got = [cute.arch.shuffle_sync_bfly(word, PARTNER) for word in sent]
+            own, got = ([self.compared(word) for word in words] for words in (own, got))
+            for late in (False, True):
+                first, second = (
+                    cutlass.select_(odd, x if late else y, y if late else x)
+                    for x, y in zip(own, got, strict=True)
+                )
+                found.append((first, second))
+        return found
+
+    def compared(self, word: Any) -> Any:
+        """Return a word whose bit 7 of each byte is set if the byte is at least the threshold.
+
+        The other bits have no meaning.
+        """
         # bit 7 of the sum: are the lower seven bits at least those of the threshold?
         total = (word & SEVEN_BITS) + self.addend
         # the byte's own bit 7 decides first: with `or` for a low threshold, else with `and`
@@ -97,7 +135,7 @@ def pair_mask(first: Any, second: Any, byte: int) -> Any:
     """Return all ones in each half of an Int32 whose element is kept.
 
     Args:
-        first, second: words of `DropoutState.words` with the element of the lower and upper half.
+        first, second: compared words, with the element of the lower and of the upper half.
         byte: the byte of both.
     """
     # prmt copies bit 7 of a byte to all bits of the result's byte if bit 3 of the selector is set
@@ -106,7 +144,7 @@ def pair_mask(first: Any, second: Any, byte: int) -> Any:
 
 
 def is_kept(word: Any, byte: int) -> Any:
-    """Return whether the element of a byte of a word of `DropoutState.words` is kept."""
+    """Return whether the element of a byte of a compared word is kept."""
     bit = 1 << (8 * byte + 7)
     return (word & Int32(bit - (1 << 32) * (byte == 3))) != 0
 

@@ -476,7 +476,8 @@ class Softmax:
         words = []
         for c in range(4):  # a call of Philox has columns kv, kv + 1, kv + 8 and kv + 9
             drawn = tile.dropout.words(q, kv + 2 * c)
-            first, second = (cutlass.select_(odd, drawn[k + 1], drawn[k]) >> shift for k in (0, 2))
+            own = [cutlass.select_(odd, drawn[k + 1], drawn[k]) for k in (0, 2)]
+            first, second = (tile.dropout.compared(word) >> shift for word in own)
             words.append((first, second))
         return [pair_mask(*words[j % 4], 2 * (j // 4)) for j in range(8)]
 

@@ -27,11 +27,9 @@ def forward_words(state: DropoutState, row: Int32, column: Int32, groups: int) -
         column: position of the thread's first column in a kv block, whose bits 0 and 3 are 0.
         groups: number of groups of 16 columns.
     """
-    odd, found = (row & 1) != 0, []
-    for g in range(groups):
-        words = state.words(row, column + 16 * g)
-        found.append(tuple(cutlass.select_(odd, words[k + 1], words[k]) for k in (0, 2)))
-    return found
+    return state.exchanged(
+        groups, (row & 1) != 0, ((0, 1), (2, 3)), lambda g: (row, column + 16 * g)
+    )
 
 
 def drop_forward(words: list[Any] | None, packed: cute.Tensor) -> None:
@@ -70,17 +68,17 @@ class BackwardDropout:
         groups: int, words: cute.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._delta = delta
-        self._words: list[
-            tuple[Any, Any]
-        ] = []  # of the first and of the second row of each pair, by group of 16 rows
-        odd = (column & 1) != 0
-        for g in range(groups // 2):
-            if words is None:
-                drawn = state.words(row + 16 * g, column)
-                first, second = (cutlass.select_(odd, drawn[k + 2], drawn[k]) for k in (0, 1))
-            else:
-                first, second = words[2 * g], words[2 * g + 1]
-            self._words.append((first, second))
+        # of the first and of the second row of each pair, by group of 16 rows
+        self._words: list[tuple[Any, Any]] = []
+        if words is None:
+            self._words = state.exchanged(
+                groups // 2,
+                (column & 1) != 0,
+                ((0, 2), (1, 3)),
+                lambda g: (row + 16 * g, column),
+            )
+        else:
+            self._words = [(words[i], words[i + 1]) for i in range(0, groups, 2)]
 
     def keep_words(self, to: cute.Tensor) -> None:
         """Copy the random bits to registers, int32 [groups], for another object."""

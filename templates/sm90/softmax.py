@@ -102,6 +102,7 @@ class TileValues:
         intervals: for each row, the intervals [low, high) of kv that it keeps; None if the mask has
             no such form.
         first_column: the thread's first column within a block.
+        first_row: the thread's first row, not clamped to the tensor.
         dropout: state of dropout; None without dropout.
     """
 
@@ -111,6 +112,7 @@ class TileValues:
     column_constants: tuple[Any, ...]
     intervals: tuple[tuple[tuple[Any, Any], ...], ...] | None
     first_column: Int32
+    first_row: Int32
     dropout: DropoutState | None
 
 
@@ -192,7 +194,7 @@ class Softmax:
         dropout = None
         if hooks.has_dropout:
             dropout = DropoutState.read(hooks.dropout(site.tensors), site.b * heads + site.h)
-        return TileValues(site, head, rows, constants, intervals, first_column, dropout)
+        return TileValues(site, head, rows, constants, intervals, first_column, row, dropout)
 
     @property
     def _tight(self) -> bool:
@@ -225,8 +227,7 @@ class Softmax:
         """Draw the random bits of a kv block, see `forward_words`; None without dropout."""
         if tile.dropout is None:
             return None
-        # clamped to the tensor, which changes rows without a result only
-        row, column = tile.rows[0][0], block.start + tile.first_column
+        row, column = tile.first_row, block.start + tile.first_column
         return forward_words(tile.dropout, row, column, self.config.block_kv // 16)
 
     def scale_survivors(self, captured: list, state: RowState) -> None:

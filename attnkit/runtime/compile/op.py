@@ -483,7 +483,7 @@ def request_of(
     need_max: bool,
     sink: bool,
     need_entropy: bool,
-    dropout: bool,
+    dropout: bool = False,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
