@@ -15,8 +15,11 @@ import torch
 from gpu_variants import Problem, kept_rows
 from torch import Tensor
 
+from attnkit.util import dropout
+
 FACTOR = 2.0
 ROWS = 64  # sampled for the first batch element and head, and for the last
+SEED = 4  # of torch's generator, before the call with dropout whose result is compared
 SCORES_HELD = 1 << 26  # scores that the reference for gradients computes at a time
 
 
@@ -52,6 +55,10 @@ class Check:
         length = p.shape.length
         inner = torch.randperm(length, generator=random)[: max(0, ROWS - 2)]
         ends = torch.tensor([0, length - 1])
+        self.state = None
+        if p.dropout_p:
+            torch.manual_seed(SEED)
+            self.state = dropout.draw_state(p.dropout_p, p.query.device)
         self.rows = torch.cat((inner, ends)).unique().to(p.query.device)
         dense = self._gradients if backward else self._outputs
         self.truth = dense(torch.float64)
@@ -91,7 +98,8 @@ class Check:
             query, key, value = (t[i, i].to(dtype) for t in (p.query, p.key, p.value))
             place = i % p.shape.batch, i % p.shape.heads
             with torch.no_grad():
-                out = _attention(p, query[self.rows], key, value, self.rows, place, tables)
+                rows, state = self.rows, self.state
+                out = _attention(p, query[rows], key, value, rows, place, tables, state)
             outputs.append(out)
         return outputs
 
@@ -141,7 +149,7 @@ class Check:
         p, (b, h) = self.p, place
         query = p.query[b, h, rows].detach().to(dtype).requires_grad_()
         key, value = (t[b, -1].detach().to(dtype).requires_grad_() for t in (p.key, p.value))
-        out = _attention(p, query, key, value, rows, place, tables)
+        out = _attention(p, query, key, value, rows, place, tables, self.state)
         return torch.autograd.grad(out, (query, key, value, *learned), p.grad[b, h, rows].to(dtype))
 
 
@@ -153,10 +161,12 @@ def _attention(
     rows: Tensor,
     place: tuple[int, int],
     tables: tuple[Tensor, ...],
+    state: Tensor | None,
 ) -> Tensor:
     """Compute dense attention for the query rows `rows` of one head; fully masked rows give 0.
 
-    `tables` are the captured tensors, followed by the sink if there is one.
+    `tables` are the captured tensors, followed by the sink if there is one. `state` is that of
+    dropout, or None.
     """
     sink = None
     if p.sink is not None:
@@ -181,7 +191,22 @@ def _attention(
         logit = sink[place[1]].to(wide).expand(len(rows), 1)
         scores = torch.cat((scores, logit), 1)
     weights = scores.softmax(-1)[:, : len(key)].masked_fill(dead, 0)
+    if state is not None:
+        weights = weights * survivors(p, state, rows, len(key), place).to(wide)
     return weights.to(query.dtype) @ value
+
+
+def survivors(
+    p: Problem, state: Tensor, rows: Tensor, columns: int, place: tuple[int, int]
+) -> Tensor:
+    """Return the factors that dropout gives the softmax in some rows of a head."""
+    b, h = (torch.tensor([[i]], device=rows.device) for i in place)
+    first, last = int(rows[0]), int(rows[-1])
+    parts = [(first, last + 1)]
+    if last - first + 1 != len(rows):
+        parts = [(int(row), int(row) + 1) for row in rows]
+    kept = [dropout.kept(state, b, h, p.shape.heads, ends, (0, columns))[0, 0] for ends in parts]
+    return torch.cat(kept).double() * dropout.survivor_scale(state, torch.float64)
 
 
 def _off(result: Tensor, truth: Tensor) -> float:

@@ -95,7 +95,7 @@ def attnkit_run(
             *(p.query, p.key, p.value, score_mod, p.mask_mod),
             enable_gqa=grouped, kernel_options=kernel_options, backend=backend,
             deterministic=deterministic, sink=p.sink, return_aux=aux,
-            normalization=p.normalization,
+            normalization=p.normalization, dropout_p=p.dropout_p,
         )  # fmt: skip
         out: Tensor = result if aux is None else result[0]
         return out
@@ -149,8 +149,8 @@ def flex_run(
         block: `BLOCK_SIZE` of the block mask, (query, kv); `DEFAULT_BLOCK` if None.
         mode: passed to `torch.compile`.
     """
-    if p.sink is not None or p.entropy or p.normalization != "softmax":
-        raise Unsuitable("has no attention sink, no entropies and no weights but a softmax's")
+    if p.sink is not None or p.entropy or p.normalization != "softmax" or p.dropout_p:
+        raise Unsuitable("has no attention sink, entropies, dropout and weights but a softmax's")
     mask = None
     if p.mask_mod is not None:
         length, device = p.shape.length, p.query.device
@@ -217,8 +217,8 @@ def fa4_run(p: Problem, pack_gqa: bool | None = None) -> Run:
         options["pack_gqa"] = pack_gqa
     if p.score:
         options["softcap"] = SOFTCAPS[p.score]
-    if p.entropy or p.normalization != "softmax":
-        raise Unsuitable("has no entropies and no weights but a softmax's")
+    if p.entropy or p.normalization != "softmax" or p.dropout_p:
+        raise Unsuitable("has no entropies, no dropout and no weights but a softmax's")
     if p.sink is not None:
         if p.query.requires_grad:
             raise Unsuitable("has no backward with an attention sink")
@@ -267,8 +267,9 @@ def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
     def call() -> Tensor:
         with attention.sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                p.query, p.key, p.value, is_causal=p.mask == "causal", enable_gqa=grouped
-            )
+                p.query, p.key, p.value, is_causal=p.mask == "causal", enable_gqa=grouped,
+                dropout_p=p.dropout_p,
+            )  # fmt: skip
 
     return Run(call, _leaves(p))
 

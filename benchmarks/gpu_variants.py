@@ -238,6 +238,7 @@ class Problem:
         sink: float32 [heads], the attention sink; None without one. It requires grad in a backward.
         entropy: whether the call also returns the entropies of the rows.
         normalization: what makes the weights, as in `attnkit.flex_attention`.
+        dropout_p: probability of dropping an element of the softmax.
         density: fraction of the (query, key) pairs that the mask keeps.
     """
 
@@ -253,6 +254,7 @@ class Problem:
     sink: Tensor | None
     entropy: bool
     normalization: str
+    dropout_p: float
     density: float
 
     @property
@@ -311,6 +313,7 @@ def problem(case: dict[str, Any], shape: Shape, device: torch.device, backward: 
     case_problem = Problem(
         shape, query, key, value, grad, mask, score, mask_mod, tables, sink,
         case.get("entropy", False), case.get("normalization", "softmax"),
+        case.get("dropout_p", 0.0),
         1.0 if mask_mod is None else _density(mask_mod, shape.length, device),
     )  # fmt: skip
     return case_problem.for_backward() if backward else case_problem

@@ -38,6 +38,7 @@ class GraphForward:
         lists_override_mask: whether block lists override the mask, so that it is not applied to
             FULL blocks.
         sink: whether the last captured tensor is an attention sink [Hq].
+        dropout: whether the last captured tensor, or the last but the sink, is the state of dropout.
         positive: whether the softmax scale is above 0.
         indices: which loads wrap negative indices, and which are clamped.
     """
@@ -51,6 +52,7 @@ class GraphForward:
         scores: int,
         lists_override_mask: bool = False,
         sink: bool = False,
+        dropout: bool = False,
         positive: bool = True,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
@@ -58,6 +60,7 @@ class GraphForward:
         self.lists_override_mask = lists_override_mask
         self.has_mask = mask is not None
         self.has_sink = sink
+        self.has_dropout = dropout
         self.intervals = None if ends is None else len(ends)
         self.only_scales = form.plain and positive
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
@@ -219,6 +222,10 @@ class GraphForward:
     def sink(self, tensors: Sequence[Any], h: Any) -> Any:
         """Return the attention sink of head `h`, the last captured tensor, or None."""
         return tensors[-1][h] if self.has_sink else None
+
+    def dropout(self, tensors: Sequence[Any]) -> Any:
+        """Return the state of dropout, the last captured tensor but the sink, or None."""
+        return tensors[-2 if self.has_sink else -1] if self.has_dropout else None
 
 
 def _element(

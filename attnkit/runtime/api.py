@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("attnkit.runtime")
 _SOFTMAX = "softmax"  # the same object as the default below, as Python interns such constants
+_NO_DROPOUT = 0  # an int, because Dynamo may take a float for a number that changes
 
 
 # What a call returns, for type checkers: by the literal values of return_lse and return_aux.
@@ -118,6 +119,7 @@ def flex_attention(
     deterministic: bool = False,
     sink: Tensor | None = None,
     normalization: str = "softmax",
+    dropout_p: float = _NO_DROPOUT,
 ) -> Any:
     """Compute attention with a custom score and mask: softmax(score_mod(q k^T * scale)) v.
 
@@ -167,6 +169,10 @@ def flex_attention(
             every head, which excludes `sink`; "sigmoid", a sigmoid of each score (a bias such as
             -log(n) belongs in score_mod); "none", the score itself (linear attention). The last two
             give masked scores the weight 0 and have neither a sink nor an LSE or other statistics.
+        dropout_p: probability of dropping an element of the softmax, in [0, 1), rounded to a
+            multiple of 1 / 256. Elements that are kept are divided by the probability of keeping
+            one. LSE and statistics do not change. Random bits come from torch's generator of the
+            device; they do not depend on the backend (docs/tutorials/dropout.md).
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype and stride order; or (out, lse) with return_lse;
@@ -188,6 +194,13 @@ def flex_attention(
         from attnkit.runtime.normalization import resolve  # which most calls do not need
 
         normalization, sink = resolve(normalization, sink, query, return_lse, return_aux)
+    dropout = None
+    if dropout_p is not _NO_DROPOUT:  # identity, as above
+        from attnkit.runtime.dropout import state_of  # which most calls do not need
+        from attnkit.runtime.normalization import check_dropout
+
+        dropout = state_of(dropout_p, query)
+        check_dropout(dropout, normalization)
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
@@ -203,6 +216,7 @@ def flex_attention(
             deterministic,
             sink,
             normalization,
+            dropout,
         )
         if relaunched is not None:
             return relaunched
@@ -226,6 +240,7 @@ def flex_attention(
         deterministic,
         sink,
         normalization,
+        dropout,
     )
     if compiling:
         return symbolic.run_compiled(call)

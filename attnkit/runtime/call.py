@@ -63,6 +63,7 @@ class AttentionCall:
     deterministic: bool = False
     sink: Tensor | None = None
     normalization: str = "softmax"
+    dropout: Tensor | None = None  # the state of `util.dropout.draw_state`
 
     def check(self) -> CallSettings:
         """Validate all arguments except the functions, which `bind.trace` validates.
@@ -100,12 +101,15 @@ class AttentionCall:
     def inputs(self, captured: Captured) -> ForwardInputs:
         """Build the `ForwardInputs` of the call from its tensors, its scale and `captured`.
 
-        The sink, if there is one, is appended to the score's captured tensors.
+        The state of dropout and the sink, if there are any, are appended to the score's captured
+        tensors.
 
         Raises:
             OptionError: `scale` is not a finite number.
         """
         scale = check_scale(self.scale, self.query.shape[-1])
+        if self.dropout is not None:
+            captured = Captured((*captured.scores, self.dropout), captured.masks)
         if self.sink is not None:
             captured = Captured((*captured.scores, self.sink), captured.masks)
         return ForwardInputs(self.query, self.key, self.value, captured, scale)

@@ -77,7 +77,12 @@ def prepare(
     check = None
     if of_template(plan.template) is not None:
         check = guard.kernel_check(query.device, masked=bound.program.mask is not None)
-    program = replace(bound.program, sink=call.sink is not None, normalization=call.normalization)
+    program = replace(
+        bound.program,
+        sink=call.sink is not None,
+        dropout=call.dropout is not None,
+        normalization=call.normalization,
+    )
     kernel_call = KernelCall(
         template,
         program,
@@ -147,6 +152,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
         listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
         modded=variant.score is not None or call.normalization == "sigmoid",
+        dropout=call.dropout is not None,
         masked=variant.block_mask is not None,
         q_len=query.shape[-2],
     )
@@ -183,7 +189,8 @@ def _reason_against_kernel(
 def _dense(bound: Bound, call: KernelCall) -> Attention:
     """Return a forward function that runs the dense reference on the graphs in `bound`.
 
-    `call` says whether the captured tensors end with a sink, what makes the weights, and what to
+    `call` says whether the captured tensors end with the state of dropout and a sink, what makes
+    the weights, and what to
     return.
     """
     from attnkit.runtime import reference  # which other backends do not need
@@ -195,7 +202,8 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
             mask, allowed = bound.mask, _allowed(bound, query, key)
             if allowed is not None:
                 mask = None
-            _, sink = call.program.split_sink(captured.scores)
+            scores, sink = call.program.split_sink(captured.scores)
+            _, dropout = call.program.split_dropout(scores)
             return reference.attention(
                 query,
                 key,
@@ -205,6 +213,7 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
                 scale=scale,
                 allowed=allowed,
                 sink=sink,
+                dropout=dropout,
                 need_entropy=call.need_entropy,
                 normalization=call.program.normalization,
             )

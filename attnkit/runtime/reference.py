@@ -15,6 +15,7 @@ from torch import Tensor
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate, mask_dtype, positions
 from attnkit.tracing.tracer import Traced
+from attnkit.util.dropout import kept, survivor_scale
 
 # Out, LSE, row maxima, entropies of the rows or None.
 DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -30,6 +31,7 @@ def attention(
     scale: float | None = None,
     allowed: Tensor | None = None,
     sink: Tensor | None = None,
+    dropout: Tensor | None = None,
     need_entropy: bool = False,
     normalization: str = "softmax",
 ) -> DenseResult:
@@ -46,6 +48,7 @@ def attention(
         allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
             too.
         sink: [Hq], one more logit in the denominator of each row; None for none.
+        dropout: the state of `draw_state`; None to drop no element of the softmax.
         need_entropy: whether to also return the entropies of the rows.
         normalization: "softmax"; or "sigmoid" or "none", with which LSE and row maxima are zeros
             that mean nothing.
@@ -80,7 +83,8 @@ def attention(
         rows = scores.new_zeros(shape[:3])
         return scores.expand(shape).to(query.dtype) @ value, rows, rows.clone(), None
     logit = None if sink is None else sink.to(dtype)[:, None, None]
-    return _softmax_times(scores.expand(shape), value, query.dtype, logit, need_entropy)
+    factors = None if dropout is None else _survivors(dropout, shape, dtype)
+    return _softmax_times(scores.expand(shape), value, query.dtype, logit, factors, need_entropy)
 
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
@@ -94,12 +98,26 @@ def _keep(mask: Traced, env: dict[str, Tensor]) -> Tensor:
     return evaluate([mask.root], env, mask.tensors, dtype, checked=checked, names=mask.names)[0]
 
 
+def _survivors(state: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """Return the factors of dropout: 0 for elements that are dropped, else the survivors' scale."""
+    batch, heads, q_len, kv_len = shape
+    b, h = (torch.arange(n, device=state.device) for n in (batch, heads))
+    keep = kept(state, b[:, None], h, heads, (0, q_len), (0, kv_len))
+    return keep.to(dtype) * survivor_scale(state, dtype)
+
+
 def _softmax_times(
-    scores: Tensor, value: Tensor, dtype: torch.dtype, sink: Tensor | None, need_entropy: bool
+    scores: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    sink: Tensor | None,
+    factors: Tensor | None,
+    need_entropy: bool,
 ) -> DenseResult:
     """Compute softmax(scores) @ value, LSE, row maxima and, if needed, entropies of the rows.
 
-    `sink` is [Hq, 1, 1] or None. The output and the entropy of masked rows are 0.
+    `sink` is [Hq, 1, 1] or None. `factors` of the softmax are [B, Hq, Sq, Skv] or None. The output
+    and the entropy of masked rows are 0.
     """
     row_max = scores.detach().amax(dim=-1, keepdim=True)
     top = row_max if sink is None else torch.maximum(row_max, sink.detach())
@@ -111,7 +129,8 @@ def _softmax_times(
     safe = torch.where(masked, 1.0, total)
     # a sum over no keys is 0, whatever the sink
     weights = weights if sink is None else weights.masked_fill(masked, 0.0)
-    out = (weights / safe).to(dtype) @ value
+    softmax = weights / safe
+    out = (softmax if factors is None else softmax * factors).to(dtype) @ value
     # a row without keys has zero gradients if its LSE is -inf
     empty = -math.inf if sink is None else torch.where(sink == -math.inf, -math.inf, sink)
     lse = torch.where(masked, empty, base + torch.log(safe))

@@ -87,6 +87,7 @@ def kernels(
     modded: bool = False,
     template: str = SM90.template,
     *,
+    dropout: bool = False,
     q_len: int | None = None,
 ) -> tuple[Kernel, ...]:
     """Return the forward kernels for these head dims, best first, or () if the dims are too large.
@@ -95,9 +96,10 @@ def kernels(
         head_dim, value_dim: head dim of query and key, and of value.
         modded: whether there is a score_mod.
         template: name of the template, such as "sm90".
+        dropout: whether elements of the softmax are dropped, which needs registers too.
         q_len: length of the query, None for a long one.
     """
-    table = _TABLES[template][modded]
+    table = _TABLES[template][modded or (dropout and max(head_dim, value_dim) > 192)]
     rows = (candidates for d, dv, candidates in table if head_dim <= d and value_dim <= dv)
     return tuple(sorted(next(rows, ()), key=lambda k: _is_too_tall(k, q_len)))
 

@@ -49,6 +49,7 @@ class Call:
         modded: whether there is a score_mod.
         masked: whether there is a mask.
         q_len: length of the query, None for a long one.
+        dropout: whether elements of the softmax are dropped.
     """
 
     dtype: str
@@ -60,6 +61,7 @@ class Call:
     modded: bool = False
     masked: bool = True
     q_len: int | None = None
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
         call.value_dim,
         call.modded,
         target.template,
+        dropout=call.dropout,
         q_len=call.q_len,
     )
 

@@ -53,11 +53,13 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
     if not (spec.emulated or query.is_cuda):
         return "the query is not on a CUDA device"
     if inputs.grad_entropy is not None and (
-        any(inputs.needs_grad) or not template.entropies(widths)
+        any(inputs.needs_grad) or not template.entropies(widths) or inputs.dropout is not None
     ):
-        return "the entropy has a gradient, together with captured tensors or wide heads"
+        return "the entropy has a gradient, together with captured tensors, dropout or wide heads"
     if not program.has_softmax and not template.weights(widths, any(inputs.needs_grad)):
         return "without a softmax it has no kernel for these head dims, or for gradients of captured tensors"
+    if inputs.dropout is not None and not template.dropout:
+        return "its kernels have no dropout"
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return "deterministic sums of the captured tensors' gradients would overflow or take too much memory"
     if runs is not None and program.lists_override_mask:  # tiles of block lists cannot be joined
@@ -99,6 +101,7 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
         learned=frozenset(index_level(load) for load, _ in learned.scores),
         lists_override_mask=program.lists_override_mask,
         deterministic=spec.deterministic,
+        dropout=inputs.dropout is not None,
     )
     switches = template.switches(case)
     light = _light(program, bool(learned.scores))
@@ -106,6 +109,8 @@ def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSet
         switches, light = switches | {"with_entropy": True}, False
     if not softmax:  # as do weights that are no multiples of dS
         switches, light = switches | {"weights": True}, False
+    if inputs.dropout is not None:
+        switches = switches | {"with_dropout": True}
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

@@ -166,7 +166,8 @@ class BackwardCall:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
         """Launch the kernels; return (dQ, dK, dV) and the gradients of the score's tensors.
 
-        The latter end with that of the sink, if there is one.
+        The latter end with None for the state of dropout and with the gradient of the sink, if there
+        are any.
         """
         tensors = query, key, value, out, grad_out = loaded(inputs)
         repeatable = self._is_repeatable(tensors)
@@ -191,6 +192,8 @@ class BackwardCall:
         if self.sink:
             assert inputs.sink is not None
             first = (*first, inputs.sink.contiguous(), *buffers.sink)
+        dropout = () if inputs.dropout is None else (inputs.dropout,)
+        first = (*first, *dropout)
         launches = [self._launch(self.preprocess, first, repeatable)]
         main = self._main_arguments((query, key, value, grad_out), inputs, buffers, read, capturing)
         launches.append(self._launch(self.main, main, repeatable))
@@ -206,12 +209,15 @@ class BackwardCall:
                 t.copy_(g)
         elif repeatable and self.scale is None and self._may_learn(capturing):
             sinks = () if inputs.sink is None else (inputs.sink,)
-            call_inputs = [query, key, value, out, grad_out, lse, *scores, *sinks, *masks]
+            extras = (*dropout, *sinks)
+            call_inputs = [query, key, value, out, grad_out, lse, *scores, *extras, *masks]
             call_inputs += [] if inputs.grad_lse is None else [inputs.grad_lse]
             self._learn(launches, self._call_tensors(call_inputs, buffers), inputs.scale)
         dq, dk, dv = buffers.grads
         pairs = zip(scores, buffers.totals, strict=True)
         captured = [None if s is None else self._gradient(s, t.shape) for t, s in pairs]
+        if inputs.dropout is not None:
+            captured.append(None)
         if inputs.sink is not None:
             captured.append(self._sink_gradient(inputs, buffers))
         return (dq, dk, dv), captured
@@ -283,6 +289,7 @@ class BackwardCall:
             zero_counters(self.device, capturing, work.counters),
             *read,
             *([] if inputs.grad_entropy is None else [inputs.grad_entropy.contiguous()]),
+            *([] if inputs.dropout is None else [inputs.dropout]),
             *(t for t in buffers.totals if t is not None),
             *work.order_tables(),
             *[t.view(torch.int32) for t in buffers.flags],
@@ -417,7 +424,7 @@ def prepare(
     query = inputs.query
     workers = worker_count(query.device, kernel_call.spec.emulated)
     case = kernel_call.template, kernel_call.program, kernel_call.runs, tuple(inputs.needs_grad)
-    sink = inputs.sink is not None, inputs.needs_sink_grad
+    sink = inputs.sink is not None, inputs.needs_sink_grad, inputs.dropout is not None
     grads = inputs.grad_lse is None, inputs.grad_entropy is None
     kind = grads, sink, query.dtype, query.device
     key = case, kind, workers, sizes, kinds, kernel_call.check

@@ -11,7 +11,7 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
 from attnkit.splice.backward_template import BackwardSettings
-from attnkit.splice.captured_arguments import TensorKind
+from attnkit.splice.captured_arguments import DROPOUT_STATE, TensorKind
 from attnkit.splice.entropy_gradient import ENTROPY_GRADS
 from attnkit.splice.mask_intervals import Bounds
 from attnkit.splice.program import Program
@@ -78,7 +78,7 @@ def preprocess_source(
         rows: the score_mod, if it has terms that shift whole rows.
         checks: kind of the table of checked data, if there is one.
         sinks: number of tensors of an attention sink that the kernel takes: the sink, and the sums
-            of its gradient.
+            of its gradient. With dropout the state follows.
     """
 
     def build() -> Build:
@@ -86,7 +86,8 @@ def preprocess_source(
 
         learned = None if rows is None else rows.arguments(settings)
         dtype, value_dim = settings.values["dtype"], settings.head_dims[1]
-        arguments = preprocess_arguments(dtype, value_dim, learned, checks, sinks)
+        state = DROPOUT_STATE if settings.with_dropout else ()
+        arguments = preprocess_arguments(dtype, value_dim, learned, checks, sinks, state)
         hooks = None if rows is None else rows.hooks(settings, after=False)
         return Build(settings.template.preprocess(settings, with_lse, hooks), arguments)
 
@@ -174,7 +175,11 @@ def main_source(
         arguments = main_arguments(
             settings.values["dtype"],
             settings.head_dims,
-            (*captured, *ENTROPY_GRADS) if settings.with_entropy else captured,
+            (
+                *captured,
+                *(ENTROPY_GRADS if settings.with_entropy else ()),
+                *(DROPOUT_STATE if settings.with_dropout else ()),
+            ),
             totals,
             deterministic=settings.deterministic,
             first_writer=settings.first_writer,

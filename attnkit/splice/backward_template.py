@@ -32,6 +32,7 @@ class BackwardCase:
             see `GraphBackward`.
         lists_override_mask: whether block lists override the mask.
         deterministic: whether gradients are accumulated in a fixed order.
+        dropout: whether elements of the softmax are dropped.
     """
 
     widths: HeadDims
@@ -40,6 +41,7 @@ class BackwardCase:
     learned: frozenset[Level]
     lists_override_mask: bool
     deterministic: bool = False
+    dropout: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class BackwardTemplate:
         block_kv: (widths, result of `switches` or of a `BackwardConfig`'s arguments) -> columns of a
             kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
+        dropout: whether the kernels can drop elements of the softmax.
         entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
             captured tensor needs a gradient.
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
@@ -85,6 +88,7 @@ class BackwardTemplate:
     block_kv: Callable[[HeadDims, Mapping[str, Any]], int]
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
+    dropout: bool
     entropies: Callable[[HeadDims], bool]
     weights: Callable[[HeadDims, bool], bool]
     splits: Callable[[BackwardSettings], bool]
@@ -137,6 +141,11 @@ class BackwardSettings:
     def weights(self) -> bool:
         """Return whether there is no softmax, so that the modified scores are the weights."""
         return bool(self.values.get("weights"))
+
+    @property
+    def with_dropout(self) -> bool:
+        """Return whether elements of the softmax are dropped."""
+        return bool(self.values.get("with_dropout"))
 
     @property
     def row_sums(self) -> bool:

@@ -17,6 +17,8 @@ SCORE, MASK = 0, 1
 # (dtype, rank, whether rows are contiguous): the compile-time properties of a captured tensor.
 TensorKind: TypeAlias = tuple[str, int, bool]
 
+DROPOUT_STATE: tuple[TensorKind, ...] = (("int64", 1, True),)
+
 _moved: VersionedCache[Tensor] = VersionedCache(64)
 caches.register(_moved.clear)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ from attnkit.splice.cpu_values import Values
 from attnkit.splice.program import Program
 from attnkit.templates.cpu import Tile
 from attnkit.util import caches
+from attnkit.util.dropout import kept, survivor_scale
 from attnkit.util.shapes import broadcast
+
+Ends: TypeAlias = tuple[int, int]  # first position and end
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,11 +48,12 @@ class CpuHooks:
 
     Args:
         program: the score and mask graphs.
-        score_tensors: captured tensors of the score graph, by slot, and the sink if the program
-            has one.
+        score_tensors: captured tensors of the score graph, by slot; the state of dropout and the
+            sink, if the program has them.
         mask_tensors: captured tensors of the mask graph, by slot.
         dtype: dtype in which scores are computed, float32 or float64.
         device: device of the scores.
+        heads: number of query heads.
         needs_grad: for each tensor of `score_tensors`, whether its gradient is needed.
     """
 
@@ -59,6 +64,7 @@ class CpuHooks:
         mask_tensors: Sequence[Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        heads: int,
         needs_grad: Sequence[bool] = (),
     ) -> None:
         program = program.weights
@@ -71,7 +77,9 @@ class CpuHooks:
         self._values = Values()
         self._diagonals = Diagonals()
         self.has_score = program.score is not None
-        _, sink = program.split_sink(score_tensors)
+        scores, sink = program.split_sink(score_tensors)
+        _, self._dropout = program.split_dropout(scores)
+        self._heads = heads
         self.sink = None if sink is None else sink.detach().to(dtype)
         self.gradients: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=dtype, device=device) if need else None
@@ -81,6 +89,16 @@ class CpuHooks:
         if program.sink and own:
             *own, self.sink_grad = own
         self.needs_captured_grad = any(g is not None for g in own)
+
+    @property
+    def survivor_scale(self) -> Tensor | None:
+        """Return the factor of elements of the softmax that dropout keeps; None without dropout."""
+        return None if self._dropout is None else survivor_scale(self._dropout, self.dtype)
+
+    def survivors(self, b: Tensor, h: Tensor, rows: Ends, columns: Ends) -> Tensor:
+        """Return which elements of a rectangle dropout keeps, bool [nb, nh, rows, columns]."""
+        assert self._dropout is not None
+        return kept(self._dropout, b, h, self._heads, rows, columns)
 
     def _run(self, roots: Sequence[Node], env: dict[str, Tensor], mask: bool) -> list[Tensor]:
         tensors = self.mask_tensors if mask else self.score_tensors

@@ -60,21 +60,23 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
     """
     if call.spec.target is not None:
         call = _with_weights(call)
-        scores, sink = call.program.split_sink(inputs.captured.scores)
+        program, extras = call.program, call.program.extras
+        count = len(inputs.captured.scores) - extras
+        scores, others = inputs.captured.scores[:count], inputs.captured.scores[count:]
         captured = Captured(tuple(scores), inputs.captured.masks)
-        plain = replace(call, program=call.program.without_sink())
+        plain = replace(call, program=program.bare())
         tables = _tables(plain, replace(inputs, captured=captured))
         if tables is None:
             return forward.prepare(call, inputs)
-        inner = replace(tables.inner, program=replace(tables.inner.program, sink=call.program.sink))
+        own = replace(tables.inner.program, sink=program.sink, dropout=program.dropout)
+        inner = replace(tables.inner, program=own)
         example = tables.example(captured)
-        if sink is not None:
-            example = Captured((*example.scores, sink), example.masks)
+        example = Captured((*example.scores, *others), example.masks)
         kernels = forward.prepare(inner, replace(inputs, captured=example))
         needs_grad = [t.requires_grad for t in scores]
         if any(needs_grad):  # now, because it may synchronize, and a backward must not
             tables.prepare_gradients(captured, needs_grad)
-        return tables.forward(kernels, sink is not None)
+        return tables.forward(kernels, extras)
     from attnkit.splice.cpu import CpuHooks
     from attnkit.templates import cpu
 
@@ -82,7 +84,8 @@ def prepare_forward(call: KernelCall, inputs: ForwardInputs) -> Attention:
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         with torch.no_grad(), _without_autocast(query):
-            hooks = CpuHooks(call.program, *captured, compute_dtype(query), query.device)
+            heads = query.shape[1]
+            hooks = CpuHooks(call.program, *captured, compute_dtype(query), query.device, heads)
             return cpu.forward(
                 query,
                 key,
@@ -111,7 +114,7 @@ def run_backward(
     if call.spec.target is not None:
         from attnkit.splice import backward
 
-        plain, own = _without_sink(_with_weights(call), inputs)
+        plain, own = _without_extras(_with_weights(call), inputs)
         tables = _tables(plain, own)
         if tables is not None:
             kernels = _with_tables(tables, own, tables.example(own.captured))
@@ -135,7 +138,12 @@ def run_backward(
     query = inputs.query
     with _without_autocast(query):
         hooks = CpuHooks(
-            call.program, *inputs.captured, compute_dtype(query), query.device, inputs.needs_grad
+            call.program,
+            *inputs.captured,
+            compute_dtype(query),
+            query.device,
+            query.shape[1],
+            inputs.needs_grad,
         )
         gradients = cpu.backward(
             inputs.grad_out,
@@ -160,11 +168,18 @@ def _with_weights(call: KernelCall) -> KernelCall:
     return call if program is call.program else replace(call, program=program)
 
 
-def _without_sink(call: KernelCall, inputs: BackwardInputs) -> tuple[KernelCall, BackwardInputs]:
-    """Return a backward whose score reads no sink: the LSE has it, its gradient is apart."""
-    if not call.program.sink:
+def _without_extras(call: KernelCall, inputs: BackwardInputs) -> tuple[KernelCall, BackwardInputs]:
+    """Return a backward whose score's tensors are those that the graph reads.
+
+    The LSE has the sink, whose gradient is apart. The state of dropout has a place of its own.
+    """
+    if not call.program.extras:
         return call, inputs
-    return replace(call, program=call.program.without_sink()), inputs.without_sink()
+    if call.program.sink:
+        inputs = inputs.without_sink()
+    if call.program.dropout:
+        inputs = inputs.without_dropout()
+    return replace(call, program=call.program.bare()), inputs
 
 
 def _tables(call: KernelCall, inputs: ForwardInputs | BackwardInputs) -> DistanceCall | None:
@@ -193,8 +208,9 @@ def _backward_with_tables(
         own, near, memo = tables.tables(inputs.captured.scores)
         kernel = _with_tables(tables, inputs, Captured(own.scores, inputs.captured.masks))
         gradients, found = backward.prepare(tables.inner, kernel)(kernel)
-        sink = [] if inputs.sink is None else [found.pop()]
-        return gradients, [*tables.gradients(near, memo, found, inputs.needs_grad), *sink]
+        count = len(kernel.captured.scores)
+        found, others = found[:count], found[count:]
+        return gradients, [*tables.gradients(near, memo, found, inputs.needs_grad), *others]
 
 
 def backward_replay(call: KernelCall, inputs: BackwardInputs) -> RepeatedBackward | None:
@@ -209,7 +225,7 @@ def backward_replay(call: KernelCall, inputs: BackwardInputs) -> RepeatedBackwar
         return None  # deterministic kernels need new semaphores at each launch
     from attnkit.splice import backward
 
-    call, own = _without_sink(_with_weights(call), inputs)
+    call, own = _without_extras(_with_weights(call), inputs)
     tables = _tables(call, own)
     if tables is not None:
         kernels = _with_tables(tables, own, tables.example(own.captured))

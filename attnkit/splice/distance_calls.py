@@ -130,9 +130,12 @@ class DistanceCall:
                 totals[slot] = torch.zeros(t.shape, dtype=torch.float32, device=t.device)
         return [totals[slot] if need else None for slot, need in enumerate(needs)]
 
-    def forward(self, kernels: ForwardCall, sink: bool) -> DistanceForward:
-        """Return a function that computes the tables and then runs the kernels of a forward."""
-        return DistanceForward(self, kernels, sink)
+    def forward(self, kernels: ForwardCall, extras: int) -> DistanceForward:
+        """Return a function that computes the tables and then runs the kernels of a forward.
+
+        `extras` is that of the program, see `Program.extras`.
+        """
+        return DistanceForward(self, kernels, extras)
 
     def replayed(self, replay: RepeatedBackward, needs_grad: Sequence[bool]) -> RepeatedBackward:
         """Return a function that relaunches a backward: tables, kernels, gradients.
@@ -167,12 +170,12 @@ class DistanceForward:
     Attributes:
         call: converts the tensors.
         forward: the prepared kernels.
-        sink: whether the last of the score's tensors is an attention sink.
+        extras: how many of the score's tensors the graph does not read: the last ones.
     """
 
     call: DistanceCall
     forward: ForwardCall
-    sink: bool
+    extras: int
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
@@ -182,7 +185,7 @@ class DistanceForward:
 
     def _own(self, captured: Captured) -> Captured:
         """Return the captured tensors of the kernels."""
-        count = len(captured.scores) - self.sink
+        count = len(captured.scores) - self.extras
         own, _, _ = self.call.tables(captured.scores[:count])
         return Captured((*own.scores, *captured.scores[count:]), captured.masks)
 

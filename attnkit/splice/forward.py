@@ -74,7 +74,8 @@ def layout_of(
     """
     target, form = gpu_target(template), score_form(program.score)
     settings = forward_template(target)
-    candidates = kernels(*head_dims, program.score is not None, target.template)
+    modded, dropout = program.score is not None, program.dropout
+    candidates = kernels(*head_dims, modded, target.template, dropout=dropout)
     chosen = settings.fit(next(k for k in candidates if k.block == block), form, False)
     name = str(dtype).removeprefix("torch.")
     config = settings.config(form, chosen, name, head_dims, False, False, target.arch)
@@ -141,6 +142,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     scores, sink = program.split_sink(captured.scores)
+    scores, _ = program.split_dropout(scores)
     variant = forward_variant(
         program.score,
         program.mask,
@@ -150,7 +152,9 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         program.has_softmax,
     )
     variant = variant._replace(
-        lists_override_mask=program.lists_override_mask, sink=sink is not None
+        lists_override_mask=program.lists_override_mask,
+        sink=sink is not None,
+        dropout=program.dropout,
     )
     arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
     chosen = template.fit(
@@ -244,6 +248,8 @@ def captured_arguments(
             yield captured_slot(MASK, slot, captured, device)
         else:
             yield readable(mask_tensors[slot], device)
+    if variant.dropout:
+        yield captured_slot(SCORE, len(captured.scores) - 1 - variant.sink, captured, device)
     if variant.sink:
         yield captured_slot(SCORE, len(captured.scores) - 1, captured, device)
 

@@ -49,6 +49,7 @@ def forward_source(
         variant.lists_override_mask,
         *(("sink",) if variant.sink else ()),
         *((variant.form.weight,) if variant.form.weight else ()),
+        *(("dropout",) if variant.dropout else ()),
     )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),

@@ -36,6 +36,8 @@ class ForwardVariant(NamedTuple):
             index is clamped.
         lists_override_mask: whether block lists override the mask.
         sink: whether each softmax has an attention sink, which is the last captured tensor.
+        dropout: whether elements of the softmax are dropped. The state of dropout is the last
+            captured tensor, or the last but the sink.
     """
 
     form: ScoreForm
@@ -45,6 +47,7 @@ class ForwardVariant(NamedTuple):
     indices: LoadIndices = _NO_WRAP
     lists_override_mask: bool = False
     sink: bool = False
+    dropout: bool = False
 
     def nodes(self) -> list[Node]:
         """Return all expressions that the kernel computes."""
@@ -64,6 +67,7 @@ class ForwardVariant(NamedTuple):
             scores=len(self.slots[0]),
             lists_override_mask=self.lists_override_mask,
             sink=self.sink,
+            dropout=self.dropout,
             positive=positive,
             indices=self.indices,
         )

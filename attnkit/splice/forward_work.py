@@ -31,7 +31,8 @@ def choose_kernel(
         target: the target that the kernel is compiled for.
         q_len: length of the query, None for a long one.
     """
-    candidates = kernels(*head_dims, program.score is not None, target.template, q_len=q_len)
+    modded, dropout = program.score is not None, program.dropout
+    candidates = kernels(*head_dims, modded, target.template, dropout=dropout, q_len=q_len)
     form = score_form(program.score)
     return forward_template(target).choose(
         candidates, head_dims, runs, program.lists_override_mask, form

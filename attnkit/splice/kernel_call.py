@@ -56,7 +56,8 @@ class KernelCall:
 class Captured(NamedTuple):
     """Holds the tensors that the score_mod and the mask_mod capture, in order of their slots.
 
-    If `Program.sink` is set, the attention sink [Hq] follows the tensors of the score_mod.
+    If `Program.dropout` is set, the state of dropout follows the tensors of the score_mod. If
+    `Program.sink` is set, the attention sink [Hq] follows.
     It may be indexed as a tuple: `captured[0]` for the score_mod, `captured[1]` for the mask_mod.
     """
 
@@ -120,6 +121,8 @@ class BackwardInputs:
         sink: the attention sink [Hq]. It is None without a sink, and before `without_sink`, when
             the sink is the last of the score's tensors.
         needs_sink_grad: whether the gradient of `sink` is needed.
+        dropout: the state of dropout. It is None without dropout, and before `without_dropout`,
+            when the state is the last of the score's tensors, or the last but the sink.
         entropy: entropies of the rows, [B, Hq, Sq], an output of the forward; None if their
             gradient is zero.
         grad_entropy: gradient of `entropy`; None for zero.
@@ -139,6 +142,14 @@ class BackwardInputs:
     needs_sink_grad: bool = False
     entropy: Tensor | None = None
     grad_entropy: Tensor | None = None
+    dropout: Tensor | None = None
+
+    def without_dropout(self) -> BackwardInputs:
+        """Return the inputs, after `without_sink`, with the state moved to `dropout`."""
+        *scores, state = self.captured.scores
+        captured = Captured(tuple(scores), self.captured.masks)
+        needs_grad = self.needs_grad[:-1]
+        return replace(self, captured=captured, needs_grad=needs_grad, dropout=state)
 
     def without_sink(self) -> BackwardInputs:
         """Return the inputs with the last of the score's tensors, the sink, moved to `sink`."""

@@ -36,6 +36,8 @@ class Program:
             tensors; the graphs do not read it.
         normalization: how the modified scores become the weights of the values, one of
             `NORMALIZATIONS`: by a softmax over each row, by a sigmoid of each score, or not at all.
+        dropout: whether elements of the softmax are dropped. The state of dropout is then the last
+            of the score's tensors, or the last but the sink; the graphs do not read it.
     """
 
     score: Node | None = None
@@ -45,12 +47,17 @@ class Program:
     lists_override_mask: bool = False
     sink: bool = False
     normalization: str = "softmax"
+    dropout: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """Return the canonical text of the program, which `Program.parse` converts back."""
         parts = ["" if root is None else ir.text(root) for root in (self.score, self.mask)]
-        flags = ("listed", self.lists_override_mask), ("sink", self.sink)
+        flags = (
+            ("listed", self.lists_override_mask),
+            ("sink", self.sink),
+            ("dropout", self.dropout),
+        )
         words = [name for name, is_set in flags if is_set]
         parts.append(" ".join(words if self.has_softmax else [*words, self.normalization]))
         if self.checked:
@@ -80,9 +87,23 @@ class Program:
         """Return the program without an attention sink."""
         return replace(self, sink=False) if self.sink else self
 
+    def bare(self) -> Program:
+        """Return the program without an attention sink and dropout."""
+        plain = self.without_sink()
+        return replace(plain, dropout=False) if plain.dropout else plain
+
     def split_sink(self, scores: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
         """Split the score's tensors into those that the graph reads and the sink (or None)."""
         return (scores[:-1], scores[-1]) if self.sink else (scores, None)
+
+    def split_dropout(self, scores: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Split the first of the results of `split_sink` into the graph's tensors and the state."""
+        return (scores[:-1], scores[-1]) if self.dropout else (scores, None)
+
+    @property
+    def extras(self) -> int:
+        """Return how many of the score's tensors the graph does not read: the last ones."""
+        return self.sink + self.dropout
 
     def _order(self) -> list[Node]:
         return ir.topo(*(r for r in (self.score, self.mask) if r is not None))
@@ -104,6 +125,7 @@ class Program:
             lists_override_mask="listed" in flags,
             sink="sink" in flags,
             normalization=kind,
+            dropout="dropout" in flags,
         )
         if not checks:
             return program

@@ -123,6 +123,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    dropout=False,
     entropies=lambda widths: False,
     weights=lambda widths, learned: True,
     splits=splits,

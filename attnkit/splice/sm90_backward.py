@@ -70,7 +70,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     if max(case.widths) <= 128:
         return {"less_lse": light}
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
-    if case.widths == (192, 128) and light and not (case.deterministic or in_lists):
+    if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
         return {"block_kv": 128}
     return {}
 
@@ -175,6 +175,7 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
+    dropout=True,
     entropies=entropies,
     weights=weights,
     splits=splits,

@@ -152,7 +152,8 @@ def backend_rows(
     """
     sink = case.sinks(device)
     captured = with_sink(differentiated(variant.score_mod, bound.score, device), sink)
-    call = DenseCall(variant.score_mod, kept, case, captured, device, sink)
+    survivors = case.survivors(device)
+    call = DenseCall(variant.score_mod, kept, case, captured, device, sink, survivors)
     gold = oracle(call)
     samples = _Samples(call, gold)
     notes += _not_compared(gold, samples.results)

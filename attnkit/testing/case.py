@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
 from attnkit.runtime.normalization import check_normalization
+from attnkit.testing.dropped import survivor_factors
 from attnkit.util.arguments import (
     check_dtype,
     check_flag,
@@ -20,6 +21,7 @@ from attnkit.util.arguments import (
     check_sizes,
     shown,
 )
+from attnkit.util.dropout import threshold_of
 
 Shape = tuple[int, int, int, int]
 
@@ -89,6 +91,7 @@ class Case:
         spread: standard deviation of query and key; large values give a peaked softmax.
         sink: whether each head has an attention sink, a random logit.
         normalization: "softmax" or "softmax1" (then without a sink).
+        dropout_p: probability of dropping an element of the softmax.
         seed: seed of the random numbers.
 
     Raises:
@@ -116,6 +119,7 @@ class Case:
     spread: float = 1.0
     sink: bool = False
     normalization: str = "softmax"
+    dropout_p: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,6 +154,7 @@ class Case:
         check_scale(self.scale, self.head_dim)
         check_seed(self.seed)
         check_flag("sink", self.sink)
+        threshold_of(self.dropout_p)
         check_normalization(self.normalization)
         if self.normalization not in ("softmax", "softmax1"):
             raise OptionError(
@@ -206,6 +211,18 @@ class Case:
         numbers = 2 * torch.randn(self.heads, generator=generator, dtype=torch.float64)
         return numbers.to(device, self._wide).requires_grad_()
 
+    def survivors(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Return the factors that dropout gives the softmax, [B, Hq, Sq, Skv]; None without it."""
+        if not self.dropout_p:
+            return None
+        where = torch.device(device)
+        return survivor_factors(self.dropout_p, self.dropout_seed, self.dense_shape, where)
+
+    @property
+    def dropout_seed(self) -> int:
+        """Return the seed of torch's generator before a call with dropout."""
+        return self.seed + 3
+
     @property
     def _wide(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -239,6 +256,8 @@ class Case:
             parts.append("sink")
         if self.normalization != "softmax":
             parts.append(self.normalization)
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:g}")
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:

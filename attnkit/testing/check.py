@@ -50,9 +50,9 @@ def check_variant(
     """Check a variant on many random calls against dense attention in float64.
 
     The calls differ in lengths (ragged, unequal), batch, heads (with and without GQA), head dims,
-    dtype, strides, tile sizes, scale, values, and whether there is an attention sink or softmax1. The
-    check runs every backend that this machine supports, with several tile sizes. It compares the
-    output, the LSE, the row maxima, fully masked rows and columns, and the gradients of query, key,
+    dtype, strides, tile sizes, scale, values, and whether there is an attention sink, softmax1 or
+    dropout. The check runs every backend that this machine supports, with several tile sizes. It
+    compares the output, the LSE, the row maxima, fully masked rows and columns, and the gradients of query, key,
     value and captured tensors, both through the output and through the LSE. It also compares the traced graph with the user's function called
     with torch tensors, and the tiles with the dense mask. In each row an error may be at most
     twice that of dense attention in the same dtype, plus a few roundings
@@ -209,7 +209,7 @@ class _Search:
             print_blob=False,
             verbosity=Verbosity.quiet,
         )
-        # a reference of the user takes no sink
+        # a reference of the user takes neither sink nor dropout
         @hypothesis.given(cases(limits, dtype=dtype, sinks=self.reference is None))
         def body(case: Case) -> None:
             self._one(case)

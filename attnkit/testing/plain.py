@@ -41,6 +41,7 @@ def attention(
     *,
     scale: float | None = None,
     sink: Tensor | None = None,
+    survivors: Tensor | None = None,
 ) -> DenseResult:
     """Compute dense attention and return the output, the LSE and the row maxima.
 
@@ -52,6 +53,7 @@ def attention(
         kept: the mask, bool, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
         sink: [Hq], one more logit in each row's softmax, without a value; None for none.
+        survivors: [B, Hq, Sq, Skv], factors of the softmax: dropout; None for none.
 
     Returns:
         out [B, Hq, Sq, Dv] in the query's dtype; LSE (natural logarithm) and row maxima
@@ -62,7 +64,7 @@ def attention(
     if score_mod is not None:
         scores = modified(score_mod, scores)
     logit = None if sink is None else sink[:, None, None]
-    return softmax_times(scores, value, kept, query.dtype, logit)
+    return softmax_times(scores, value, kept, query.dtype, logit, survivors)
 
 
 def raw_scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
@@ -78,10 +80,12 @@ def softmax_times(
     kept: Tensor | None,
     dtype: torch.dtype,
     sink: Tensor | None = None,
+    survivors: Tensor | None = None,
 ) -> DenseResult:
     """Compute softmax(masked scores) @ value, with weights in `dtype`; return out, LSE, maxima.
 
-    `sink` is one more logit of each row, [..., Sq or 1, 1]; its weight has no value.
+    `sink` is one more logit of each row, [..., Sq or 1, 1]; its weight has no value. `survivors`
+    are factors of the weights.
     """
     if kept is not None:
         scores = torch.where(kept, scores, -math.inf)
@@ -93,6 +97,8 @@ def softmax_times(
         some = torch.cat([some, empty], -1)
     weights = torch.softmax(some, -1)[..., : scores.shape[-1]].masked_fill(masked, 0.0)
     lse = torch.where(masked, empty, torch.logsumexp(some, -1, keepdim=True)).squeeze(-1)
+    if survivors is not None:
+        weights = weights * survivors.to(weights.dtype)
     out = weights.to(dtype) @ _for_each_head(value, scores.shape[1])
     return out, lse, scores.detach().amax(-1)
 

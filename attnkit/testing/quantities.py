@@ -13,6 +13,7 @@ from torch import Tensor
 from attnkit.runtime.variant import Variant
 from attnkit.testing import plain
 from attnkit.testing.case import Case
+from attnkit.testing.dropped import seeded
 from attnkit.tracing.tracer import Traced
 from attnkit.util.arguments import AuxRequest
 
@@ -42,6 +43,7 @@ class DenseCall:
         device: where to run.
         sink: attention sink [Hq], one of the tensors of `captured` if it requires grad; None for
             none.
+        survivors: factors that dropout gives the softmax, [B, Hq, Sq, Skv]; None without dropout.
     """
 
     score_mod: Callable[..., Any] | None
@@ -50,6 +52,7 @@ class DenseCall:
     captured: Captured
     device: torch.device
     sink: Tensor | None = None
+    survivors: Tensor | None = None
 
 
 def captured_leaves(score: Traced | None) -> Captured:
@@ -162,16 +165,18 @@ def run(
         sink: attention sink [Hq]; None for none. It is not passed if the normalization stands for it.
     """
     inputs = case.inputs(device)
-    out, aux = variant(
-        *inputs,
-        scale=case.scale,
-        enable_gqa=case.heads != case.kv_heads,
-        return_aux=AuxRequest(lse=True, max_scores=True),
-        kernel_options=None if block is None else {"BLOCK_M": block[0], "BLOCK_N": block[1]},
-        backend=backend,
-        sink=sink if case.normalization == "softmax" else None,
-        normalization=case.normalization,
-    )
+    with seeded(case.dropout_seed, device):
+        out, aux = variant(
+            *inputs,
+            scale=case.scale,
+            enable_gqa=case.heads != case.kv_heads,
+            return_aux=AuxRequest(lse=True, max_scores=True),
+            kernel_options=None if block is None else {"BLOCK_M": block[0], "BLOCK_N": block[1]},
+            backend=backend,
+            sink=sink if case.normalization == "softmax" else None,
+            normalization=case.normalization,
+            dropout_p=case.dropout_p,
+        )
     assert aux.lse is not None
     assert aux.max_scores is not None
     return differentiate(case, (out, aux.lse, aux.max_scores), inputs, captured)
@@ -201,6 +206,13 @@ def dense(call: DenseCall) -> Quantities:
 def _dense(call: DenseCall, inputs: Sequence[Tensor]) -> Quantities:
     query, key, value = inputs
     results = plain.attention(
-        query, key, value, call.score_mod, call.kept, scale=call.case.scale, sink=call.sink
+        query,
+        key,
+        value,
+        call.score_mod,
+        call.kept,
+        scale=call.case.scale,
+        sink=call.sink,
+        survivors=call.survivors,
     )
     return differentiate(call.case, results, inputs, call.captured)

@@ -73,15 +73,16 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
         logit = call.sink.detach().double()[:, None, None].expand(*raw.shape[:3], 1)
         logit = inner(logit, logit.abs())
     m, lse, exact = _softmax(modified.detach(), inner, logit)
-    weights = outer(exact, exact)
+    survivors = torch.ones_like(exact) if call.survivors is None else call.survivors
+    weights = outer(exact * survivors, exact * survivors)
     out = product(weights, v)
     out = outer(out, out.abs())
     quantities = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
     grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(call.device))
     terms = grad_out * out
     # the noise is relative to the two operands, because their difference may be 0
-    sizes = terms.abs().sum(-1, keepdim=True) + grad_out.abs() @ v.abs().mT
-    difference = inner(grad_out @ v.mT - terms.sum(-1, keepdim=True), sizes)
+    sizes = terms.abs().sum(-1, keepdim=True) + survivors * (grad_out.abs() @ v.abs().mT)
+    difference = inner(survivors * (grad_out @ v.mT) - terms.sum(-1, keepdim=True), sizes)
     for through, cotangent, dvalue in (
         ("", exact * difference, product(weights.mT, grad_out)),
         (" through lse", exact * grad_lse[..., None], torch.zeros_like(v)),

@@ -42,7 +42,10 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
     sink = call.sink
     if sink is not None:
         sink = stack.stacked(sink[:, None, None].expand(*case.dense_shape[:3], 1))
-    results = plain.softmax_times(scores, value, kept, case.dtype, sink)
+    survivors = call.survivors
+    if survivors is not None:
+        survivors = stack.stacked(survivors)[..., stack.columns]
+    results = plain.softmax_times(scores, value, kept, case.dtype, sink, survivors)
     results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
     return differentiate(case, results, inputs, call.captured)
 

@@ -55,7 +55,8 @@ def cases(
     Args:
         limits: smallest and largest sizes.
         dtype: one dtype, or several to draw from; None draws from all four.
-        sinks: whether some of the calls have an attention sink, or the normalization softmax1.
+        sinks: whether some of the calls have an attention sink, the normalization softmax1, or
+            dropout.
     """
     check_limits(limits)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
@@ -86,6 +87,7 @@ def cases(
         seed=draw(st.integers(0, 999)),
         sink=denominator == "sink",
         normalization="softmax1" if denominator == "softmax1" else "softmax",
+        dropout_p=draw(st.sampled_from([0.0] * 4 + [0.1, 0.6])) if sinks else 0.0,
     )
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         deterministic: bool
         sink: Tensor | None
         normalization: str
+        dropout_p: float
 
     class VariantOptions(CallOptions, total=False):
         """Lists what a call of a `Variant` takes besides."""

@@ -63,6 +63,7 @@ class ForwardHooks(Protocol):
         lists_override_mask: whether block lists take precedence over the mask, which is then not
             applied to their FULL blocks.
         has_sink: whether the hook `sink` returns a value.
+        has_dropout: whether the hook `dropout` returns a tensor.
     """
 
     intervals: int | None
@@ -75,6 +76,7 @@ class ForwardHooks(Protocol):
     instruction_estimate: int
     lists_override_mask: bool
     has_sink: bool
+    has_dropout: bool
 
     def head(self, site: Any) -> Values:
         """Compute the values that depend only on the head; called once per tile."""
@@ -167,6 +169,14 @@ class ForwardHooks(Protocol):
 
         The kernel adds it to the denominator of each row once. The backward does not call this
         hook, because its LSE includes the sink.
+
+        Args:
+            tensors: captured tensors, as in `Site`.
+        """
+        ...
+
+    def dropout(self, tensors: Sequence[Any]) -> Any:
+        """Return the state of dropout, an int64 tensor [2], or None; only forwards call this hook.
 
         Args:
             tensors: captured tensors, as in `Site`.

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.dropout import log_survivor_scale, survivor_scale
 from attnkit.templates.common.exact_sums import ExactSums
 from attnkit.templates.common.fingerprint import compare_chunks
 from attnkit.templates.common.hooks import RowHooks
@@ -41,6 +42,7 @@ class PreprocessConfig(Protocol):
         block_q: rows of a q block.
         less_lse, less_delta: whether the MMAs subtract LSE and delta, see `lse_in_mma`.
         sum_order: "" if sums have no order.
+        with_dropout: whether elements of the softmax are dropped.
     """
 
     @property
@@ -55,6 +57,8 @@ class PreprocessConfig(Protocol):
     def less_delta(self) -> bool: ...
     @property
     def sum_order(self) -> str: ...
+    @property
+    def with_dropout(self) -> bool: ...
 
 
 class Preprocess(ExactSums):
@@ -63,6 +67,8 @@ class Preprocess(ExactSums):
     If the MMAs subtract LSE or delta, the kernel writes it as extra columns, see `lse_in_mma`. The
     gradient of an attention sink is the sum of exp(sink - LSE) (dLSE - delta) over all rows of its
     head. The kernel writes the sums over the rows of each warp; their order is fixed.
+
+    With dropout it writes LSE - log(s) and delta / s for the survivors' scale s, see `sm90.dropout`.
 
     Args:
         config: config of the main kernel.
@@ -115,7 +121,8 @@ class Preprocess(ExactSums):
             totals: gradients of those that require grad, as for the main kernel; empty without
                 hooks.
             sinks: the attention sink, float32 [H], if the kernel needs it; and the sums of its
-                gradient, float32 [B, H, 4 * grid blocks], written, if that is needed.
+                gradient, float32 [B, H, 4 * grid blocks], written, if that is needed. With
+                `with_dropout` the state of dropout follows, int64 [2].
             stream: CUDA stream.
         """
         length, heads, batch = out.shape[2], out.shape[1], out.shape[0]
@@ -151,6 +158,8 @@ class Preprocess(ExactSums):
         sinks: list,
     ):
         """Write LSE and delta of 64 rows, and clear the sums or the flags of these rows of dQ."""
+        count = len(sinks) - (1 if const_expr(self.config.with_dropout) else 0)
+        sinks, dropout = sinks[:count], sinks[count:]
         # threads per row, a power of two
         lanes = 1 << (self.config.head_dim_v // VECTOR - 1).bit_length()
         thread, _, _ = cute.arch.thread_idx()
@@ -206,6 +215,9 @@ class Preprocess(ExactSums):
             unmasked = unmasked & (value != Float32(float("-inf")))
             if const_expr(self.hooks is not None):
                 value = self.less_term(site, place[2], value)
+            if const_expr(self.config.with_dropout):
+                value = value - log_survivor_scale(dropout[0])
+                delta = delta / survivor_scale(dropout[0])
             self.write_row(first * ROWS + own_row, unmasked, value, delta, rows_lse, rows_delta)
         self.clear(sums, first, thread)
         if const_expr(len(checks) > 0):

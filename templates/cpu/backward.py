@@ -4,7 +4,12 @@ The gradient of a modified score is dS = P (dP - delta), where P is the softmax,
 delta = rowsum(P dP) - dlse. Without a softmax it is dP. The gradient g of a row's entropy E adds
 -g P (log(P) + E). If a strip fits in one chunk, P and the row sum are computed from the
 chunk, as exactly as in a dense softmax. Longer rows use P = exp(S - lse) and rowsum(dO O) instead
-(FlashAttention-2, Dao 2023). All sums have a fixed order: equal inputs give bitwise equal results.
+(FlashAttention-2, Dao 2023).
+
+With dropout, the output is the sum of P D v, where D is 0 or the survivors' scale. Then dV has P D,
+dP = D (dO v^T), and rowsum(P dP) = dO . sum(P D v) is rowsum(dO O) as before.
+
+All sums have a fixed order: equal inputs give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -266,8 +271,13 @@ def _chunk(
             part = unit.spread(p, chunk)[..., columns]
             part.copy_(call.hooks.score(part, call.tile(unit, chunk, span)))
     rows.weights(p, unit.spread(p, chunk), keeps)
-    dv = torch.bmm(p.mT, rows.do)
     ds = torch.bmm(rows.do, v.mT, out=work[1].take(*s.shape))
+    survivors, factor = call.survivors(unit, chunk, s), call.hooks.survivor_scale
+    if survivors is None or factor is None:
+        dv = torch.bmm(p.mT, rows.do)
+    else:
+        dv = torch.bmm((p * survivors).mT, rows.do).mul_(factor)
+        ds.mul_(survivors).mul_(factor)
     rows.score_gradient(p, ds, unit.spread(ds, chunk), keeps)
     if call.hooks.has_score:
         _through_score(call, unit, chunk, keeps, s, ds, p)

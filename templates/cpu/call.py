@@ -103,6 +103,17 @@ class Call:
         s = torch.bmm(q, k.mT, out=space.take(*q.shape[:2], k.shape[1]))
         return s if self.factor == self.scale else s.mul_(self.scale)
 
+    def survivors(self, unit: Unit, chunk: Chunk, like: Tensor) -> Tensor | None:
+        """Return which elements of a chunk dropout keeps, in the shape of `like`; None for all."""
+        if self.hooks.survivor_scale is None:
+            return None
+        b, h = self.index[unit.batch][:, None], self.index[unit.head]
+        rows = chunk.rows.start, chunk.rows.stop
+        parts = [
+            self.hooks.survivors(b, h, rows, (span.start, span.stop)) for span, _ in chunk.places()
+        ]
+        return torch.cat(parts, dim=-1).view(like.shape)
+
     def tile(self, unit: Unit, chunk: Chunk, span: Span) -> Tile:
         """Return the positions of one span of a chunk, for the score hooks."""
         return Tile(

@@ -65,11 +65,14 @@ def forward(
         if chunk.first:
             q = unit.rows(query, chunk, call.dtype)
             softmax: Softmax | WeightedSum = (
-                Softmax(call.factor, need_entropy) if hooks.has_softmax else WeightedSum()
+                Softmax(call.factor, need_entropy, hooks.survivor_scale)
+                if hooks.has_softmax
+                else WeightedSum()
             )
         if chunk.spans:
             s = _scores(call, unit, chunk, keeps, q, space)
-            softmax.add(s, unit.columns(value, chunk, call.dtype))
+            survivors = call.survivors(unit, chunk, s)
+            softmax.add(s, unit.columns(value, chunk, call.dtype), survivors)
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
             sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
@@ -106,8 +109,11 @@ def _scores(
 class Softmax:
     """Accumulates online softmax of some rows times the values (Milakov and Gimelshein, 2018)."""
 
-    def __init__(self, factor: float, need_entropy: bool = False) -> None:
+    def __init__(
+        self, factor: float, need_entropy: bool = False, survivor_scale: Tensor | None = None
+    ) -> None:
         self._factor = factor  # on every score, applied in the exponential
+        self._survivor_scale = survivor_scale  # of the elements that dropout keeps
         self._need_entropy = need_entropy
         # sum of w log(w) over the weights w of a row before the division, [lanes, rows, 1]
         self._moment: Tensor
@@ -116,8 +122,14 @@ class Softmax:
         self._peak: Tensor
         self._shift: Tensor
 
-    def add(self, s: Tensor, v: Tensor) -> None:
-        """Add scores `s` [lanes, rows, width], which are overwritten, and their values `v`."""
+    def add(self, s: Tensor, v: Tensor, survivors: Tensor | None = None) -> None:
+        """Add scores and their values.
+
+        Args:
+            s: [lanes, rows, width], overwritten.
+            v: the values.
+            survivors: bool, in the shape of `s`: the elements that dropout keeps; None for all.
+        """
         peak = s.amax(dim=-1, keepdim=True)
         if self._acc is not None:
             peak = torch.maximum(peak, self._peak)
@@ -125,16 +137,16 @@ class Softmax:
         exponential(s, shift, self._factor)
         if self._acc is None:
             self._total = s.sum(dim=-1, keepdim=True)
-            self._acc = torch.bmm(s, v)
             if self._need_entropy:
                 self._moment = torch.xlogy(s, s).sum(dim=-1, keepdim=True)
+            self._acc = torch.bmm(s if survivors is None else s.mul_(survivors), v)
         else:
             decay = exponential(self._shift, shift, self._factor)
             if self._need_entropy:  # w becomes decay w, whose logarithm is log(decay) + log(w)
                 self._moment.mul_(decay).addcmul_(torch.xlogy(decay, decay), self._total)
                 self._moment.add_(torch.xlogy(s, s).sum(dim=-1, keepdim=True))
             self._total.mul_(decay).add_(s.sum(dim=-1, keepdim=True))
-            self._acc.mul_(decay).baddbmm_(s, v)
+            self._acc.mul_(decay).baddbmm_(s if survivors is None else s.mul_(survivors), v)
         self._peak, self._shift = peak, shift
 
     def write_entropy(self, entropy: Tensor, sink: Tensor | None) -> None:
@@ -174,6 +186,8 @@ class Softmax:
             if top is not None:
                 top.fill_(-math.inf)
             return
+        if self._survivor_scale is not None:
+            self._acc.mul_(self._survivor_scale)
         if top is not None:
             torch.mul(self._peak.view(top.shape), self._factor, out=top)
         if sink is not None:

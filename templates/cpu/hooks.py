@@ -41,6 +41,8 @@ class Hooks(Protocol):
         has_softmax: whether a softmax makes the weights of the values; otherwise the modified
             scores are the weights, 0 where masked.
         sink: [Hq], one more logit in the denominator of each row; None for none.
+        survivor_scale: 0-d, the factor of elements of the softmax that dropout keeps; None without
+            dropout. Then `survivors` is not called.
         sink_grad: [Hq], to which `backward` adds the gradient of the sink; None to compute none.
     """
 
@@ -49,6 +51,21 @@ class Hooks(Protocol):
     has_softmax: bool
     sink: Tensor | None
     sink_grad: Tensor | None
+
+    @property
+    def survivor_scale(self) -> Tensor | None: ...
+
+    def survivors(
+        self, b: Tensor, h: Tensor, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Tensor:
+        """Return which elements of a rectangle dropout keeps, bool [nb, nh, rows, columns].
+
+        Args:
+            b: batch elements, [nb, 1].
+            h: query heads, [nh].
+            rows, columns: first position and end of q, and of kv.
+        """
+        ...
 
     def score(self, s: Tensor, tile: Tile) -> Tensor:
         """Return the modified scores of raw scores `s`, broadcastable to [nb, nh, nq, nkv]."""

@@ -16,8 +16,11 @@ class WeightedSum:
     def __init__(self) -> None:
         self._acc: Tensor | None = None  # [lanes, rows, Dv]
 
-    def add(self, weights: Tensor, v: Tensor) -> None:
-        """Add the weights [lanes, rows, width], 0 where masked, times their values `v`."""
+    def add(self, weights: Tensor, v: Tensor, survivors: Tensor | None = None) -> None:
+        """Add the weights [lanes, rows, width], 0 where masked, times their values `v`.
+
+        `survivors` is always None, because only a softmax has dropout.
+        """
         self._acc = torch.bmm(weights, v) if self._acc is None else self._acc.baddbmm_(weights, v)
 
     def finish(self, out: Tensor) -> None:

@@ -53,6 +53,7 @@ class BackwardConfig:
     less_lse: bool = False
     weights: bool = False
 
+    with_dropout = False  # no kernel drops elements of the softmax yet
     rows_kv = 128  # kv positions per CTA
     slices = 2  # buffers in shared memory for slices of sums
 

@@ -28,6 +28,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device as common_device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.dropout import DropoutState, pair_mask, survivor_scale
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.sigmoid import sigmoid
@@ -94,6 +95,7 @@ class TileValues:
             blocks.
         intervals: the intervals [low, high) of kv that the row keeps; None if the mask has no such
             form.
+        dropout: state of dropout; None without dropout.
     """
 
     site: Site
@@ -101,6 +103,7 @@ class TileValues:
     row: tuple[Any, Values]
     column_constants: tuple[Any, ...]
     intervals: tuple[tuple[Any, Any], ...] | None
+    dropout: DropoutState | None
 
 
 @dataclass(frozen=True)
@@ -196,8 +199,11 @@ class Softmax:
 
     # ------------------------------------------------------------------ values known once a tile
 
-    def begin_tile(self, site: Site, q: Int32) -> TileValues:
-        """Compute the values that the thread's row `q` uses for a whole work tile."""
+    def begin_tile(self, site: Site, q: Int32, heads: Int32) -> TileValues:
+        """Compute the values that the thread's row `q` uses for a whole work tile.
+
+        `heads` is the number of query heads.
+        """
         hooks = self.hooks
         inside = cutlass.min(q, site.q_len - 1)
         head = hooks.head(site)
@@ -216,7 +222,10 @@ class Softmax:
                 (low, cutlass.min(high, site.kv_len))
                 for low, high in hooks.kept_intervals(site, head, inside)
             )
-        return TileValues(site, head, row, constants, intervals)
+        dropout = None
+        if hooks.has_dropout:
+            dropout = DropoutState.read(hooks.dropout(site.tensors), site.b * heads + site.h)
+        return TileValues(site, head, row, constants, intervals, dropout)
 
     def factor(self, tile: TileValues) -> Float32 | None:
         """Return the factor that converts scores to log2 units, or None for 1."""
@@ -467,27 +476,60 @@ class Softmax:
         greatest = common_device.exp2(power)
         return device.rounded(greatest, self.dtype) - greatest
 
-    def store_p(self, pairs: list[Any], row: Int32, column: Int32, sums: list[Any]) -> None:
+    def survivors(self, tile: TileValues, number: Int32, column: int) -> list[Any] | None:
+        """Return a mask for each pair of 16 columns of P, see `pair_mask`; None without dropout.
+
+        Args:
+            tile: values of the work tile.
+            number: number of the kv block, as for `scores`.
+            column: the first of the columns in the block.
+        """
+        if tile.dropout is None:
+            return None
+        if self.hooks.lists_override_mask:
+            number = cutlass.select_(number < 0, ~number, number)
+        q, kv = tile.row[0], number * self.config.block_kv + column
+        odd, shift = (q & 1) != 0, q & 8  # bit 3 of q selects the byte, 8 bits further
+        words = []
+        for c in range(4):  # a call of Philox has columns kv, kv + 1, kv + 8 and kv + 9
+            drawn = tile.dropout.words(q, kv + 2 * c)
+            own = [cutlass.select_(odd, drawn[k + 1], drawn[k]) for k in (0, 2)]
+            first, second = (tile.dropout.compared(word) >> shift for word in own)
+            words.append((first, second))
+        return [pair_mask(*words[j % 4], 2 * (j // 4)) for j in range(8)]
+
+    def store_p(
+        self,
+        pairs: list[Any],
+        row: Int32,
+        column: Int32,
+        sums: list[Any],
+        survivors: list[Any] | None,
+    ) -> None:
         """Add pairs of P to the row's sums, and issue their store to tensor memory.
 
-        `sums` is empty without a softmax.
+        `sums` is empty without a softmax. What is stored lacks the elements that dropout drops, see
+        `survivors`.
         """
         for j, pair in enumerate(pairs if sums else ()):
             c = j % len(sums)
             sums[c] = pair if sums[c] is None else cute.arch.add_packed_f32x2(sums[c], pair)
-        device.store_row(row, column, [device.pack(x, y, self.dtype) for x, y in pairs])
+        packed = [device.pack(x, y, self.dtype) for x, y in pairs]
+        if survivors is not None:
+            packed = [p & mask for p, mask in zip(packed, survivors, strict=True)]
+        device.store_row(row, column, packed)
 
     # ------------------------------------------------------------------------------ end of a tile
 
     def finish(
-        self, tile: TileValues, state: RowState, gap: Float32, sink: Float32 | None
+        self, tile: TileValues, state: RowState, gap: Float32 | None, sink: Float32 | None
     ) -> tuple[Float32, Float32, tuple[Float32, Float32]]:
         """Return the factor of the output, the LSE, and (largest score, entropy) of the row.
 
         Args:
             tile: values of the work tile.
             state: softmax state of the row.
-            gap: rounding correction of the sum, see `RowThread.gaps`.
+            gap: rounding correction of the sum, see `RowThread.gaps`; None for 0.
             sink: attention sink to add to the row; None for none.
         """
         if self.config.weights:
@@ -499,6 +541,8 @@ class Softmax:
         entropy = Float32(0.0)
         if self.config.need_entropy:
             entropy = row_entropy(row_sum, state.moment[0], row_max, factor, lse_term, sink)
+        if tile.dropout is not None:
+            scale = scale * survivor_scale(self.hooks.dropout(tile.site.tensors))
         return scale, lse, (most, entropy)
 
 

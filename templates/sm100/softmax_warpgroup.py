@@ -100,7 +100,8 @@ class SoftmaxWarpgroup:
             origin = work.q_block * c.block_q
             site = self.softmax.site(captured, work.batch, work.head, scalars, origin)
             tile_row = self.group.query_tile(t) * ROWS + row
-            tile = self.softmax.begin_tile(site, work.q_block * c.block_q + tile_row)
+            q, heads = work.q_block * c.block_q + tile_row, results.lse.shape[1]
+            tile = self.softmax.begin_tile(site, q, heads)
             state.reset()
             gaps[place] = Float32(0.0)
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -111,7 +112,9 @@ class SoftmaxWarpgroup:
                 self.block(False, kv_idx, tile_idx, tile, thread, row_numbers, block_ring, bars)
                 kv_idx += 1
             sink = self.sink(work_ring, tile_idx, captured)
-            scale, lse, statistics = self.softmax.finish(tile, state, gaps[place], sink)
+            # the correction is for an output with the largest P, which dropout may drop
+            gap = None if self.softmax.hooks.has_dropout else gaps[place]
+            scale, lse, statistics = self.softmax.finish(tile, state, gap, sink)
             row_numbers.wait_empty(kv_idx + tile_idx)  # earlier scales: one per block and per tile
             row_numbers.write(place, scale)
             # read the record again, which saves registers in the mainloop
@@ -195,7 +198,10 @@ class SoftmaxWarpgroup:
             end = start + step - ahead
             if end > 0:
                 # P in 16 bits takes half of the columns of S, the upper ones
-                softmax.store_p(pending.pop(0), row, column + (c.block_kv + end - step) // 2, sums)
+                softmax.store_p(
+                    pending.pop(0), row, column + (c.block_kv + end - step) // 2, sums,
+                    softmax.survivors(tile, number, end - step),
+                )  # fmt: skip
             if end in c.p_parts:
                 cute.arch.fence_view_async_tmem_store()
                 self.group.arrive_leader(bars.p_full[c.p_parts.index(end)] + u)

@@ -37,6 +37,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
 from attnkit.templates.common.backward_work import Lists, Problem
+from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.site import Site
@@ -195,7 +196,7 @@ class Backward:
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
             counter: int32 [1 + 8 * split kv blocks], zero; the kernel resets it to zero.
             captured: captured tensors; then, with `with_entropy`, the gradient of the rows'
-                entropies, float32 [B, H, S].
+                entropies, float32 [B, H, S]; with `with_dropout`, the state of dropout, int64 [2].
             totals: gradients of captured tensors that require grad, float32, in the shapes of the
                 tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
                 bins, see `common.exact_sums`.
@@ -298,8 +299,8 @@ class Backward:
     ):
         """Set up shared memory and barriers, then branch to the warp's role (`backward_shared`)."""
         c = self.config
-        count = len(captured) - (1 if const_expr(c.with_entropy) else 0)
-        captured, entropy_grads = captured[:count], captured[count:]
+        count = len(captured) - (1 if const_expr(c.with_entropy or c.with_dropout) else 0)
+        captured, others = captured[:count], captured[count:]
         problem, (grad_key, grad_value) = Problem(*sizes), grads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
@@ -352,7 +353,7 @@ class Backward:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, bars, factors,
-                (captured, entropy_grads), totals,
+                (captured, others), totals,
                 Results(grad_key, grad_value, staging, sums, counter), problem,
             )  # fmt: skip
 
@@ -371,10 +372,10 @@ class Backward:
     ):
         """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile.
 
-        `read` are the captured tensors, and the gradient of the entropies if it is needed.
+        `read` are the captured tensors, and the gradient of the entropies or the state of dropout.
         """
         c, p, info = self.config, problem, smem.info
-        captured, entropy_grads = read
+        captured, others = read
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -382,6 +383,7 @@ class Backward:
         column0 = wg * ROWS + (warp % WARPS) * 16 + lane // 4
         row0 = (lane % 4) * 2
         out = Outputs(results, problem, info, bars, wg, thread)
+        entropy_grads = others if const_expr(c.with_entropy) else []
         consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads)
         mma = consumer.mma
         q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
@@ -413,7 +415,10 @@ class Backward:
             place = ((b * p.heads + h) * q_chunks + wg, turn)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
-            tile = self.softmax.begin(site, column0)
+            dropout = None
+            if const_expr(c.with_dropout):
+                dropout = DropoutState.read(others[0], b * p.heads + h)
+            tile = self.softmax.begin(site, column0, dropout)
             self.captured_grads.reset(sums)
             note = self.finish_block(
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
@@ -537,10 +542,11 @@ class Backward:
             entropy = self.softmax.entropy_factors(w.entropy_grads, block, tile, groups)
             warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
+            dropout = self.softmax.dropout(block, tile, groups)
             if factors is not None:
-                to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds)
+                to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds, p, dropout)
             else:
-                self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds, entropy)
+                self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds, entropy, dropout)
         # wait until both consumers have read dS of the block that used this stage before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(
@@ -586,7 +592,9 @@ def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
         return 0
     # a mask that is evaluated per score needs registers, and so does a q block of 128 rows
     by_element = hooks.has_mask and hooks.intervals is None
-    return 0 if config.rounded and by_element else HELD_STEPS
+    if config.rounded and by_element:
+        return 0
+    return HELD_STEPS // 2 if config.with_dropout else HELD_STEPS
 
 
 def _before(count: Int32) -> Any:

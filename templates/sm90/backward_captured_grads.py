@@ -139,13 +139,14 @@ class CapturedGrads(PlaceRuns):
         ds: cute.Tensor,
         sums: CapturedSums,
         by_block: bool = False,
+        words: cute.Tensor | None = None,
     ) -> None:
         """Write P to `p` and dS to `ds` in the dtype, and add the gradients of captured tensors.
 
         Args:
             block: the q block.
             masked: whether to apply the mask and the ends of the tensors. None if `p` already
-                contains masked P; it is then not written.
+                contains masked P, without dropout; it is then not written.
             tile: values of the kv block.
             scores: f32 S, raw scores.
             p: P in the dtype.
@@ -153,8 +154,10 @@ class CapturedGrads(PlaceRuns):
             ds: dS in the dtype, written.
             sums: sums of the gradients of captured tensors.
             by_block: whether all rows of the block have the same `BackwardHooks.row_values`.
+            words: the random bits of dropout, if they are known, see `BackwardDropout`.
         """
         softmax, learned = self.softmax, self.hooks.gradient_levels
+        dropout = softmax.dropout(block, tile, cute.size(scores) // 4, words)
         site, head, columns = tile.site, tile.head, tile.columns
         first = (block.word >> 2) * self.config.block_q + block.row0
         pairs, results = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
@@ -176,7 +179,10 @@ class CapturedGrads(PlaceRuns):
                 rough = (w for k in range(2) for w in device.unpack(pairs[2 * g + k], self.dtype))
                 keep = [w != Float32(0.0) for w in rough]
             ps = _select(keep, ps)
-            dfs = softmax.score_gradients(ps, [dp[4 * g + i] for i in range(4)])
+            dps = [dp[4 * g + i] for i in range(4)]
+            if dropout is not None:
+                dps = [x for i in (0, 2) for x in dropout.dp(4 * g + i, dps[i], dps[i + 1])]
+            dfs = softmax.score_gradients(ps, dps)
             grads = [(j, c, s, dfs[i]) for i, (j, c, s) in enumerate(places)]
             dscores, values, indices = self.hooks.dscore(site, head, rows, columns, grads, known)
             if masked is None:
@@ -184,7 +190,10 @@ class CapturedGrads(PlaceRuns):
             dscores = _select(keep, dscores)
             for k in range(2):
                 if masked is not None:
-                    pairs[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+                    packed = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+                    if dropout is not None:
+                        packed = dropout.p(4 * g + 2 * k, packed)
+                    pairs[2 * g + k] = packed
                 results[2 * g + k] = device.pack(dscores[2 * k], dscores[2 * k + 1], self.dtype)
             at = 0
             for i, level in enumerate(learned):

@@ -30,6 +30,7 @@ class BackwardConfig:
             only add terms to the score that do not depend on the score.
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
         weights: there is no softmax, P is the modified score, for q blocks of 64 rows.
+        with_dropout: drop elements of the softmax, see `sm90.dropout`.
     """
 
     dtype: str = "bfloat16"
@@ -42,6 +43,7 @@ class BackwardConfig:
     less_lse: bool = False
     with_entropy: bool = False
     weights: bool = False
+    with_dropout: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -103,6 +105,8 @@ class BackwardConfig:
             return f"entropies with block_q={self.block_q}: expected {ROWS}"
         if self.weights and self.rounded:
             return f"weights without a softmax and block_q={self.block_q}: expected {ROWS}"
+        if self.with_entropy and self.with_dropout:
+            return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.smem_bytes > SMEM_BYTES:

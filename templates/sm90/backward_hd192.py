@@ -294,7 +294,7 @@ class BackwardHd192:
             kv_block, h = info[RECORD + WorkTile.KV_BLOCK], info[RECORD + WorkTile.HEAD]
             b, count = info[RECORD + WorkTile.BATCH], info[RECORD + WorkTile.NUM_BLOCKS]
             site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, kv_block * c.block_kv)
-            tile = self.softmax.begin(site, column0)
+            tile = self.softmax.begin(site, column0, None)
             first_row = (b * p.heads + h) * blocks
             cute.arch.mbarrier_wait(load.v_full + wg, valid - 1)  # `valid` is 1 + the parity
             if count > 0:

@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
 from attnkit.templates.common.backward_work import Lists, Problem
+from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered, partition
@@ -85,6 +86,7 @@ class Hd256Consumer:
         dp: dP - delta, f32 [64, block_q / 2] / 128 threads.
         dq: a part of dQ, f32 [64, columns] / 128 threads.
         p: P, dtype [64, block_q / 2] / 128 threads.
+        words: int32 [words], the random bits of dropout, see `sm90.dropout`; None without dropout.
     """
 
     mma: Hd256Mma
@@ -102,6 +104,7 @@ class Hd256Consumer:
     dp: cute.Tensor
     dq: cute.Tensor
     p: cute.Tensor
+    words: cute.Tensor | None
 
 
 class BackwardHd256:
@@ -240,6 +243,8 @@ class BackwardHd256:
         Warp 0 loads, warps 1 and 2 keep the order of sums, and warpgroups 1 and 2 are consumers.
         """
         c = self.config
+        count = len(captured) - (1 if const_expr(c.with_dropout) else 0)
+        captured, others = captured[:count], captured[count:]
         problem, work = Problem(*sizes), Lists(*lists)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
@@ -282,7 +287,7 @@ class BackwardHd256:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars,
-                sums, captured, totals, work.order, problem,
+                sums, (captured, others), totals, work.order, problem,
             )  # fmt: skip
 
     @cute.jit
@@ -294,12 +299,16 @@ class BackwardHd256:
         store_tma: tuple,
         bars: Hd256Barriers,
         sums: cute.Tensor,
-        captured: list,
+        read: tuple,
         totals: list,
         order: list,
         problem: Problem,
     ):
-        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile.
+
+        `read` are the captured tensors, and the state of dropout if there is one.
+        """
+        captured, others = read
         c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -324,7 +333,10 @@ class BackwardHd256:
             b, count = info[RECORD + WorkTile.BATCH], info[RECORD + WorkTile.NUM_BLOCKS]
             origin = kv_block * c.block_kv
             site = Site(captured, b, h, p.q_len, p.kv_len, p.scale, origin)
-            tile = self.softmax.begin(site, column0)
+            dropout = None
+            if const_expr(c.with_dropout):
+                dropout = DropoutState.read(others[0], b * p.heads + h)
+            tile = self.softmax.begin(site, column0, dropout)
             self.captured_grads.reset(learned)
             first_row = (b * p.heads + h) * blocks
             dk.fill(0.0)
@@ -369,7 +381,7 @@ class BackwardHd256:
                     block = QBlock(next_word, row0, self.rows(smem.lse, t, row0))
                     self.softmax.compute_p(block, tile, next_scores, scores, w.p)
                     warpgroup.wait_group(1)  # this consumer's MMAs no longer read dS
-                    self.write(w, w.p, w.p_smem[None, None, None, t])
+                    self.write_p(w, block, tile, t)
                     if const_expr(c.dq_parts == 2 and not self.tight):
                         self.add_dq(w, first_row, word, q_count, 1)
                     word = next_word
@@ -459,6 +471,9 @@ class BackwardHd256:
         dv = registers(accumulate.dv, c.head_dim_v // 2)
         dq = registers(accumulate.dq, c.head_dim // 2 // c.dq_parts)
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
+        words = None
+        if c.with_dropout:
+            words = cute.make_rmem_tensor(cute.size(scores) // 4, Int32)
         # set once here: a value that is set in a helper cannot be used outside of its region
         for tiled_mma in overwrite:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -473,7 +488,22 @@ class BackwardHd256:
             for view in (views.p_t, views.ds_t)
         )
         consumer = Hd256Consumer(
-            mma, smem, turns, sums, wg, thread, row0, copy, part, p_smem, ds_smem, scores, dp, dq, p
+            mma,
+            smem,
+            turns,
+            sums,
+            wg,
+            thread,
+            row0,
+            copy,
+            part,
+            p_smem,
+            ds_smem,
+            scores,
+            dp,
+            dq,
+            p,
+            words,
         )
         return consumer, dk, dv
 
@@ -503,7 +533,18 @@ class BackwardHd256:
         """Compute P of the first q block and write it to shared memory."""
         block = QBlock(word, w.row0, self.rows(w.smem.lse, q_stage, w.row0))
         self.softmax.compute_p(block, tile, scores, scores, w.p)
-        self.write(w, w.p, w.p_smem[None, None, None, stage])
+        self.write_p(w, block, tile, stage)
+
+    def write_p(self, w: Hd256Consumer, block: QBlock, tile: KvBlock, stage: Int32) -> None:
+        """Write P to shared memory, without the elements that dropout drops."""
+        kept, dropout = w.p, self.softmax.dropout(block, tile, cute.size(w.p) // 4)
+        if dropout is not None:
+            kept = cute.make_rmem_tensor(w.p.layout, self.dtype)  # dtype [64, block_q / 2] / 128
+            pairs, results = (cute.recast_tensor(t, Int32) for t in (w.p, kept))
+            for i in range(cute.size(pairs)):
+                results[i] = dropout.p(2 * i, pairs[i])
+            dropout.keep_words(w.words)
+        self.write(w, kept, w.p_smem[None, None, None, stage])
 
     def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
         """Wait for P of both consumers and for dP, then issue dV."""
@@ -517,13 +558,17 @@ class BackwardHd256:
         self, w: Hd256Consumer, word: Int32, tile: KvBlock, stage: Int32, learned: CapturedSums
     ) -> None:
         """Compute dS in registers and write it to shared memory, while dV runs."""
-        lse = self.rows(w.smem.lse, stage, w.row0)
+        lse, delta = (self.rows(t, stage, w.row0) for t in (w.smem.lse, w.smem.delta))
         ds = cute.make_rmem_tensor(w.scores.layout, self.dtype)  # dtype [64, block_q / 2] / 128
         if self.hooks.gradient_levels:
-            block = QBlock(word, w.row0, lse)
-            self.captured_grads.compute(block, None, tile, w.scores, w.p, w.dp, ds, learned)
+            block = QBlock(word, w.row0, lse, delta)
+            self.captured_grads.compute(
+                block, None, tile, w.scores, w.p, w.dp, ds, learned, words=w.words
+            )
         else:
-            self.softmax.compute_ds(w.scores, w.p, w.dp, None, ds)
+            block = QBlock(word, w.row0, lse, delta)
+            dropout = self.softmax.dropout(block, tile, cute.size(w.dp) // 4, w.words)
+            self.softmax.compute_ds(w.scores, w.p, w.dp, None, ds, dropout=dropout)
         self.write(w, ds, w.ds_smem[None, None, None, 0])
         self.meet()
 

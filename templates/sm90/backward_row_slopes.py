@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.sm90.dropout import BackwardDropout
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,13 @@ class RowSlopes:
         return cute.make_rmem_tensor(cute.size(scores) // 2, Float32)
 
     def compute_ds(
-        self, probs: cute.Tensor, dp: cute.Tensor, factors: cute.Tensor, ds: cute.Tensor
+        self,
+        probs: cute.Tensor,
+        dp: cute.Tensor,
+        factors: cute.Tensor,
+        ds: cute.Tensor,
+        p: cute.Tensor,
+        dropout: BackwardDropout | None,
     ) -> cute.Tensor:
         """Compute dS into `ds`, the operand of dK; return dF, the operand of dQ.
 
@@ -44,11 +51,18 @@ class RowSlopes:
             dp: f32 dP - delta.
             factors: f32 J of the thread's rows.
             ds: dS in the dtype, written.
+            p: P in the dtype, which loses the elements that are dropped.
+            dropout: drops elements; None without dropout.
         """
         df = cute.make_rmem_tensor(ds.layout, self.dtype)  # dtype [64, block_q] / 128 threads
         results, pairs = cute.recast_tensor(ds, Int32), cute.recast_tensor(df, Int32)
+        packed = cute.recast_tensor(p, Int32)
         for i in range(0, cute.size(dp), 2):  # two rows of a column
-            low, high = probs[i] * dp[i], probs[i + 1] * dp[i + 1]
+            low, high = dp[i], dp[i + 1]
+            if dropout is not None:
+                low, high = dropout.dp(i, low, high)
+                packed[i // 2] = dropout.p(i, packed[i // 2])
+            low, high = probs[i] * low, probs[i + 1] * high
             pairs[i // 2] = device.pack(low, high, self.dtype)
             row = 2 * (i // 4)
             low, high = low * factors[row], high * factors[row + 1]

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import LN2, LOG2_E
+from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import at_least
@@ -33,6 +34,7 @@ from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm90.backward_alibi import Alibi, Term
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
+from attnkit.templates.sm90.dropout import BackwardDropout
 
 
 def column_of(i: int) -> int:
@@ -55,6 +57,7 @@ class KvBlock:
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's two columns.
         inside: whether each of the two columns is inside the tensors.
         first_column: position of the thread's first column.
+        dropout: state of dropout; None without dropout.
     """
 
     site: Site
@@ -62,6 +65,7 @@ class KvBlock:
     columns: tuple[Any, ...]
     inside: tuple[Any, ...]
     first_column: Int32
+    dropout: DropoutState | None
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,13 @@ class SoftmaxBackward:
         self.late = late
         self.dtype = device.DTYPES[config.dtype]
 
-    def begin(self, site: Site, offset: Any) -> KvBlock:
+    def begin(self, site: Site, offset: Any, dropout: DropoutState | None) -> KvBlock:
         """Compute the values that a thread uses for a whole kv block.
 
         Args:
             site: position of the block; its origin is the block's first column.
             offset: the thread's first column within the block; the second is 8 columns further.
+            dropout: state of dropout; None without dropout.
         """
         hooks = self.hooks
         head = hooks.head(site)
@@ -118,7 +123,7 @@ class SoftmaxBackward:
         values = hooks.columns(site, head, clamped, hooks.has_mask)
         columns = tuple(zip(clamped, held, values, strict=True))
         inside = tuple(at < site.kv_len for at in kv)
-        return KvBlock(site, head, columns, inside, kv[0])
+        return KvBlock(site, head, columns, inside, kv[0], dropout)
 
     @cute.jit
     def compute_p(
@@ -305,6 +310,19 @@ class SoftmaxBackward:
         )
         return list(zip(low, high, strict=True))
 
+    def dropout(
+        self, block: QBlock, tile: KvBlock, groups: int, words: cute.Tensor | None = None
+    ) -> BackwardDropout | None:
+        """Draw the random bits of a q block with `groups` groups of 8 rows; None without dropout.
+
+        `words` are bits that are known, see `BackwardDropout`.
+        """
+        if tile.dropout is None:
+            return None
+        first = (block.word >> 2) * self.config.block_q + block.row0
+        delta = None if self.config.rounded else block.delta
+        return BackwardDropout(tile.dropout, first, tile.first_column, delta, groups, words)
+
     def compute_ds(
         self,
         slopes: cute.Tensor,
@@ -313,8 +331,11 @@ class SoftmaxBackward:
         delta: Any,
         ds: cute.Tensor,
         entropy: list[tuple[Any, Any]] | None = None,
+        dropout: BackwardDropout | None = None,
     ) -> None:
         """Compute dS = P J (dP - delta) into `ds` in the dtype; with entropies, their gradient too.
+
+        With dropout, `p` loses the elements that are dropped, as it is an operand of dV.
 
         Args:
             slopes: f32 P J; not read if `rounded`, because J is 1.
@@ -323,10 +344,13 @@ class SoftmaxBackward:
             delta: -delta of the thread's rows, f32 [2, pairs]; read only if `rounded`.
             ds: dS in the dtype, written.
             entropy: see `entropy_factors`.
+            dropout: drops elements; None without dropout, and if `p` is no operand of dV.
         """
         pairs, rounded = cute.recast_tensor(ds, Int32), cute.recast_tensor(p, Int32)
         for i in range(0, cute.size(dp), 2):  # two rows of a column
             low, high = dp[i], dp[i + 1]
+            if dropout is not None:
+                low, high = dropout.dp(i, low, high)
             if self.config.rounded:
                 pair = load_pair(delta, i // 4)
                 low, high = low + pair[0], high + pair[1]
@@ -341,6 +365,8 @@ class SoftmaxBackward:
                     factors = entropy[i // 4]
                     low, high = low + factors[0] * logs[0], high + factors[1] * logs[1]
             pairs[i // 2] = device.pack(weights[0] * low, weights[1] * high, self.dtype)
+            if dropout is not None:
+                rounded[i // 2] = dropout.p(i, rounded[i // 2])
 
 
 def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:

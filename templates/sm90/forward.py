@@ -42,6 +42,7 @@ from attnkit.templates.sm90.config import (
     WARPGROUP_WARPS,
     ForwardConfig,
 )
+from attnkit.templates.sm90.dropout import drop_forward
 from attnkit.templates.sm90.forward_barriers import ForwardBarriers, pingpong_pass, pingpong_wait
 from attnkit.templates.sm90.forward_epilogue import (
     CLEARING_WARPS,
@@ -352,7 +353,7 @@ class Forward:
             num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
             num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(work, thread, captured, scalars)
-            tile = self.softmax.begin_tile(site, first_column, place.row)
+            tile = self.softmax.begin_tile(site, first_column, place.row, results.lse.shape[1])
             q_tile = wg + c.warpgroups * q_stage
             mma.acc_o.fill(0.0)
             state.reset()
@@ -363,6 +364,7 @@ class Forward:
             if num_masked != 0:
                 self.softmax.apply_mask(self.softmax.mask_bits(tile, kv_block, True), mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
+            drop_forward(self.softmax.dropout_words(tile, block), mma.p_now)
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -396,6 +398,7 @@ class Forward:
             self.epilogue.write_rows(
                 self.softmax.factor(tile), lse_terms, sink, state, results, place
             )
+            self.softmax.scale_survivors(captured, state)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
                 device.arrive(bars.k.empty + stage)
@@ -490,6 +493,9 @@ class Forward:
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
+        words = None
+        if self.config.double_buffer_p:  # before the wait; without registers for that, after it
+            words = softmax.dropout_words(tile, block)
         if self.config.exp_before_wait:
             if self.config.weights:
                 keep_weights_here(mma.acc_s)
@@ -501,6 +507,8 @@ class Forward:
             mma.advance_p()
         else:
             self.epilogue.pack(mma.acc_s, mma.p_now)
+            words = softmax.dropout_words(tile, block)
+        drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
 
     def _place(

@@ -24,11 +24,13 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import NEG_INF, RESCALE_THRESHOLD
+from attnkit.templates.common.dropout import DropoutState, survivor_scale
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import at_least, largest, own_sink, rescaled_moment
 from attnkit.templates.sm90.config import ForwardConfig
+from attnkit.templates.sm90.dropout import forward_words
 from attnkit.templates.sm90.weights import write_weights
 
 # The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
@@ -101,6 +103,8 @@ class TileValues:
         intervals: for each row, the intervals [low, high) of kv that it keeps; None if the mask has
             no such form.
         first_column: the thread's first column within a block.
+        first_row: the thread's first row, not clamped to the tensor.
+        dropout: state of dropout; None without dropout.
     """
 
     site: Site
@@ -109,6 +113,8 @@ class TileValues:
     column_constants: tuple[Any, ...]
     intervals: tuple[tuple[tuple[Any, Any], ...], ...] | None
     first_column: Int32
+    first_row: Int32
+    dropout: DropoutState | None
 
 
 @dataclass(frozen=True)
@@ -156,13 +162,14 @@ class Softmax:
 
     # ------------------------------------------------------------------ values known once a tile
 
-    def begin_tile(self, site: Site, first_column: Int32, row: Int32) -> TileValues:
+    def begin_tile(self, site: Site, first_column: Int32, row: Int32, heads: Int32) -> TileValues:
         """Compute the values that a thread uses for a whole work tile.
 
         Args:
             site: position of the tile.
             first_column: the thread's first column within a block.
             row: the thread's first row; the second is 8 rows below.
+            heads: number of query heads.
         """
         hooks = self.hooks
         inside = [cutlass.min(row + ROW_STEP * r, site.q_len - 1) for r in range(ROWS)]
@@ -185,7 +192,10 @@ class Softmax:
                 )
                 for q in inside
             )
-        return TileValues(site, head, rows, constants, intervals, first_column)
+        dropout = None
+        if hooks.has_dropout:
+            dropout = DropoutState.read(hooks.dropout(site.tensors), site.b * heads + site.h)
+        return TileValues(site, head, rows, constants, intervals, first_column, row, dropout)
 
     @property
     def _tight(self) -> bool:
@@ -213,6 +223,20 @@ class Softmax:
     def sink(self, site: Site, split_slot: Int32) -> Float32 | None:
         """Return the sink that the epilogue of this work tile adds to its rows; None for none."""
         return own_sink(self.hooks.sink(site.tensors, site.h), split_slot)
+
+    def dropout_words(self, tile: TileValues, block: BlockValues) -> list[Any] | None:
+        """Draw the random bits of a kv block, see `forward_words`; None without dropout."""
+        if tile.dropout is None:
+            return None
+        row, column = tile.first_row, block.start + tile.first_column
+        return forward_words(tile.dropout, row, column, self.config.block_kv // 16)
+
+    def scale_survivors(self, captured: list, state: RowState) -> None:
+        """Multiply the factor of the output by the scale of the elements that dropout keeps."""
+        if self.hooks.has_dropout:
+            scale = survivor_scale(self.hooks.dropout(captured))
+            for r in range(ROWS):
+                state.scale[r] = state.scale[r] * scale
 
     # -------------------------------------------------------------------------- scores of a block
 

@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ checked.backward = False  # type: ignore[attr-defined]
 
 
 def prepare(seconds: float = 60, **contenders: Any) -> tuple[Any, Any, Clockwork]:
-    p: Any = SimpleNamespace(query=torch.zeros(1), grad=None)
+    p: Any = SimpleNamespace(dropout_p=0.0, query=torch.zeros(1), grad=None)
     timer = Clockwork()
     sweeper = gpu_sweep.Sweeper(p, checked, timer, seconds)
     named = {name.replace("_", " "): settings for name, settings in contenders.items()}
@@ -262,3 +263,20 @@ def test_flash_attention_packs_heads_where_they_are_shared(
     for build in settings.values():
         build(shared).call()
     assert [options.get("pack_gqa") for options in seen] == [None, True, False]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_dropout_is_compared_with_the_bits_of_attnkit(backward: bool) -> None:
+    """Other contenders drop other elements, so that their results are not compared."""
+    p = small({"mask": "causal", "dropout_p": 0.3})
+    p = p.for_backward() if backward else p
+    sweeper = gpu_sweep.Sweeper(p, gpu_sweep.Check(p, backward), Clockwork(), 10)
+    ours = partial(gpu_contenders.attnkit_run, backend="cpu")
+    _, row = sweeper._checked("attnkit", ours)
+    assert 0 < row["error"] <= row["error_allowed"]
+    fused = replace(p, query=p.query * 1.5)  # another result
+    _, row = sweeper._checked("peer", lambda _: ours(fused))
+    assert row == {"error": None, "error_allowed": None}
+    sweeper = replace(sweeper, p=replace(p, dropout_p=0.0))
+    _, row = sweeper._checked("attnkit", ours)
+    assert "skipped" in row

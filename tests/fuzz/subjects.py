@@ -64,6 +64,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "backend": TEXT,
     "sink": TENSOR,
     "normalization": TEXT,
+    "dropout_p": INT,
 }
 MASKED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mask_mod", "mod_fn", "mask", "function"), MASK),
@@ -108,6 +109,7 @@ def _flex_arguments() -> dict[str, Any]:
         "deterministic": False,
         "sink": torch.randn(2, requires_grad=True),
         "normalization": "softmax",
+        "dropout_p": 0.25,
     }
 
 

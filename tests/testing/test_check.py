@@ -114,6 +114,11 @@ def _wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the bits of the next query head, which are as random."""
+    _hook(monkeypatch, "survivors", lambda real, self, b, h, *ends: real(self, b, h + 1, *ends))
+
+
 def _captured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(real: Any, self: Any, *args: Any) -> None:
         real(self, *args)
@@ -266,6 +271,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         ),
         "out",
     ),
+    "random bits of another head": (_other_bits, "out"),
 }
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attnkit import ArgumentError, DTypeError, OptionError, ShapeError, UnsupportedError, flex
 from attnkit import mods as score_mods
-from attnkit.integrations.packed.options import refuse_dropout
 from attnkit.util.arguments import check_flag, shown
 
 
@@ -38,7 +37,7 @@ def attention(
         value: [B, Skv, Hkv, Dv].
         attn_mask: a tensor that broadcasts to [B, Hq, Sq, Skv], or [B, Skv]; bool: True is kept,
             float: added to the scores, with gradient. Or a `BlockMask`, a `Mask` or a `mask_mod`.
-        dropout_p: must be 0.
+        dropout_p: probability of dropping an element of the softmax, see `attnkit.flex_attention`.
         is_causal: whether query i keeps keys 0 to i; not together with `attn_mask`.
         scale: factor on q k^T; None for 1 / sqrt(D).
         enable_gqa: whether Hkv may be a divisor of Hq.
@@ -53,12 +52,11 @@ def attention(
         has output 0 and LSE -inf.
 
     Raises:
-        OptionError: dropout, a window, or `is_causal` together with `attn_mask`.
+        OptionError: a window, `is_causal` together with `attn_mask`, or a wrong `dropout_p`.
         UnsupportedError: the call belongs to a model with context parallelism.
         ShapeError, DTypeError, ArgumentError: an argument is not as described.
         TraceError, BoundsError, StaleDataError: see `attnkit.flex_attention`.
     """
-    refuse_dropout(dropout_p)
     check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
     _refuse(attn_mask, is_causal, window_size, _parallel_config)
@@ -84,6 +82,7 @@ def attention(
         enable_gqa=enable_gqa,
         return_lse=return_lse,
         backend=backend,
+        dropout_p=dropout_p,
     )
     out, *lse = result if return_lse else (result,)
     return (out.transpose(1, 2), *lse) if return_lse else out.transpose(1, 2)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from attnkit import UnsupportedError
+from attnkit import OptionError, UnsupportedError
 from attnkit.integrations.packed.attention import aligned_attention, packed_attention
 from attnkit.integrations.packed.offsets import Names
-from attnkit.integrations.packed.options import build_score_mod, read_window, refuse_dropout
+from attnkit.integrations.packed.options import build_score_mod, read_window
 from attnkit.util.arguments import check_flag
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ def flash_attn_func(
         q: [B, Sq, Hq, D] float16, bfloat16, float32 or float64, any strides.
         k: [B, Skv, Hkv, D]; Hkv divides Hq.
         v: [B, Skv, Hkv, Dv].
-        dropout_p: must be 0.
+        dropout_p: probability of dropping an element of the softmax, a multiple of 1 / 256 after
+            rounding, see `attnkit.flex_attention`.
         softmax_scale: factor on q k^T; None for 1 / sqrt(D).
         causal: whether a query keeps no key after its place.
         window_size: (left, right), keys before and after its place that a query keeps, both
@@ -133,7 +134,8 @@ def flash_attn_func(
         alibi_slopes: float [Hq] or [B, Hq]: slope * |place - key| is subtracted from the scores.
             Slopes that require a gradient get it.
         deterministic: whether the same inputs must give the same bits, also in the backward.
-        return_attn_probs: whether to return (out, LSE, None), as flash-attn does without dropout.
+        return_attn_probs: whether to return (out, LSE, None), as flash-attn does without dropout;
+            not with dropout.
         return_softmax_lse: whether to return (out, LSE).
         score_mod: `score_mod(score, b, h, q, kv) -> score`, or None.
         mask: `mask(b, h, q, kv) -> bool` that a score must satisfy besides, or None.
@@ -144,11 +146,11 @@ def flash_attn_func(
         without a key has output 0 and LSE -inf.
 
     Raises:
-        OptionError: `dropout_p` is not 0, or another option has a value that is not allowed.
+        OptionError: an option has a value that is not allowed.
         ArgumentError, ShapeError, DTypeError, DeviceError: an argument is not as described.
         TraceError, BoundsError, UnsupportedError, StaleDataError: see `attnkit.flex_attention`.
     """
-    refuse_dropout(dropout_p)
+    _refuse_weights(dropout_p, return_attn_probs)
     window = read_window(window_size, causal)
     out, lse = aligned_attention(
         _NAMES,
@@ -161,6 +163,7 @@ def flash_attn_func(
         scale=softmax_scale,
         deterministic=deterministic,
         backend=backend,
+        dropout_p=dropout_p,
     )
     return _results(out, lse, return_attn_probs, return_softmax_lse)
 
@@ -295,7 +298,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 [N + 1] on the device of q, the start of each sequence in q
             and in k, and the end of the last.
         max_seqlen_q, max_seqlen_k: at least the lengths of the longest sequences.
-        dropout_p, softmax_scale, causal, window_size, softcap: see `flash_attn_func`.
+        dropout_p: see `flash_attn_func`. The random bits belong to the places of tokens in q and k.
+        softmax_scale, causal, window_size, softcap: see `flash_attn_func`.
         alibi_slopes: float [Hq] or [N, Hq], see `flash_attn_func`.
         deterministic, return_attn_probs, return_softmax_lse, backend: see `flash_attn_func`.
         block_table: must be None; pages of a cache are not supported.
@@ -307,13 +311,13 @@ def flash_attn_varlen_func(
         row without a key has output 0 and LSE -inf.
 
     Raises:
-        OptionError: `dropout_p` is not 0; the offsets do not start at 0, decrease, or end after the
-            last token; a sequence is longer than its bound; or another value is not allowed.
+        OptionError: the offsets do not start at 0, decrease, or end after the last token; a
+            sequence is longer than its bound; or another value is not allowed.
         UnsupportedError: `block_table` is given.
         ArgumentError, ShapeError, DTypeError, DeviceError: an argument is not as described.
         TraceError, BoundsError, StaleDataError: see `attnkit.flex_attention`.
     """
-    refuse_dropout(dropout_p)
+    _refuse_weights(dropout_p, return_attn_probs)
     if block_table is not None:
         raise UnsupportedError(
             "attnkit has no paged keys in flash_attn_varlen_func, got block_table=; gather the pages "
@@ -335,8 +339,19 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         deterministic=deterministic,
         backend=backend,
+        dropout_p=dropout_p,
     )
     return _results(out, lse, return_attn_probs, return_softmax_lse)
+
+
+def _refuse_weights(dropout_p: Any, probabilities: Any) -> None:
+    """Raise an OptionError if a call asks for the elements that dropout keeps."""
+    if probabilities is True and isinstance(dropout_p, float) and dropout_p > 0:
+        raise OptionError(
+            f"return_attn_probs=True with dropout_p={dropout_p} asks for the weights, which attnkit "
+            "never holds; use return_softmax_lse=True for the LSE. docs/tutorials/dropout.md has "
+            "the rule by which elements are dropped"
+        )
 
 
 def _results(out: Tensor, lse: Tensor, probabilities: Any, with_lse: Any) -> Any:

@@ -131,6 +131,7 @@ def packed_gradients(
     window: Window,
     scale: float | None,
     backend: str,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of a `packed_attention` without functions.
 
@@ -139,10 +140,12 @@ def packed_gradients(
         grad_out: gradient of `out`, [total_q, Hq, Dv].
         names, query, key, value, q_offsets, k_offsets, longest_q, longest_k, window: its arguments.
         scale, backend: arguments of `attnkit.flex_attention`.
+        dropout: the state of its dropout; None without dropout.
     """
     packing = find_packing(names, query, key, q_offsets, k_offsets, longest_q, longest_k)
     rows = [t.transpose(0, 1)[None] for t in (query, key, value, out, grad_out)]
-    found = _differentiate(rows, lse[None], packing.mask(window, None), scale, backend)
+    mask = packing.mask(window, None)
+    found = _differentiate(rows, lse[None], mask, scale, backend, dropout)
     return tuple(t[0].transpose(0, 1) for t in found)  # type: ignore[return-value]
 
 
@@ -157,6 +160,7 @@ def aligned_gradients(
     window: Window,
     scale: float | None,
     backend: str,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of an `aligned_attention` without functions.
 
@@ -165,15 +169,21 @@ def aligned_gradients(
         grad_out: gradient of `out`, [B, Sq, Hq, Dv].
         query, key, value, window: its arguments.
         scale, backend: arguments of `attnkit.flex_attention`.
+        dropout: the state of its dropout; None without dropout.
     """
     rows = [t.transpose(1, 2) for t in (query, key, value, out, grad_out)]
     mask = _aligned_mask(window, _shift(query, key), None)
-    found = _differentiate(rows, lse, mask, scale, backend)
+    found = _differentiate(rows, lse, mask, scale, backend, dropout)
     return tuple(t.transpose(1, 2) for t in found)  # type: ignore[return-value]
 
 
 def _differentiate(
-    rows: list[Tensor], lse: Tensor, mask: Mask | None, scale: float | None, backend: str
+    rows: list[Tensor],
+    lse: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    backend: str,
+    dropout: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a call; `rows` are query, key, value, out and gradient of out."""
     query, key, value, out, grad_out = rows
@@ -181,8 +191,9 @@ def _differentiate(
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     grouped = key.shape[1] != query.shape[1]
     call = AttentionCall(
-        query, key, value, None, mask, scale, enable_gqa=grouped, return_lse=True, backend=backend
-    )
+        query, key, value, None, mask, scale, enable_gqa=grouped, return_lse=True,
+        backend=backend, dropout=dropout,
+    )  # fmt: skip
     return gradients(call, out, lse, grad_out)
 
 

@@ -118,19 +118,3 @@ def _cap(softcap: Any) -> float:
     if not 0 <= softcap < float("inf"):
         raise OptionError(f"softcap must be a finite number, 0 for none, got {softcap}")
     return float(softcap)
-
-
-def refuse_dropout(dropout_p: Any) -> None:
-    """Raise an OptionError unless `dropout_p` is 0.
-
-    Raises:
-        ArgumentError: `dropout_p` is no number.
-        OptionError: the call asks for dropout.
-    """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
-        raise ArgumentError(f"dropout_p must be 0, got {shown(dropout_p)}")
-    if dropout_p:
-        raise OptionError(
-            f"attnkit has no dropout inside attention, got dropout_p={shown(dropout_p)}; pass 0, "
-            "and apply dropout to the output"
-        )

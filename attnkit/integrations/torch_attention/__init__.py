@@ -27,8 +27,8 @@ def register(name: str = "attnkit", *, backend: str = "auto") -> None:
     Nothing changes until `torch.nn.attention.activate_flash_attention_impl(name)`. From then on
     attnkit computes each `torch.nn.functional.scaled_dot_product_attention` for which PyTorch
     chooses flash attention (float16 or bfloat16 on a GPU, no `attn_mask`), and
-    `torch.nn.attention.varlen.varlen_attn`, forward and backward. Calls with dropout, ALiBi slopes
-    or pages of keys raise an error. `torch.nn.attention.restore_flash_attention_impl()` ends it.
+    `torch.nn.attention.varlen.varlen_attn`, forward and backward. Calls with ALiBi slopes or
+    pages of keys raise an error. `torch.nn.attention.restore_flash_attention_impl()` ends it.
     Calling `register` again is harmless.
 
     Args:

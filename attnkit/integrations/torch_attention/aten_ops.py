@@ -19,8 +19,10 @@ from attnkit.integrations.packed.attention import (
     packed_attention,
     packed_gradients,
 )
-from attnkit.integrations.packed.options import Window, read_window, refuse_dropout
+from attnkit.integrations.packed.options import Window, read_window
 from attnkit.integrations.torch_attention.varlen import NAMES, refuse_one_split, refuse_pages
+from attnkit.runtime.dropout import Drawn, state_of
+from attnkit.util.dropout import threshold_of
 
 _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
@@ -53,15 +55,18 @@ def _flash_attention_forward(
         cum_seq_q, cum_seq_k: the offsets of the sequences, or None.
 
     Returns:
-        out, LSE [Hq, total_q] or [B, Hq, Sq], and what stands for the state of dropout and for the
-        debug mask.
+        out, LSE [Hq, total_q] or [B, Hq, Sq], the state of dropout, and what stands for PyTorch's
+        second part of it and for the debug mask.
 
     Raises:
         OptionError, UnsupportedError: an argument asks for what attnkit does not compute.
     """
-    _refuse(dropout_p, return_debug_mask, alibi_slopes, block_table, num_splits)
+    _refuse(return_debug_mask, alibi_slopes, block_table, num_splits)
     window = read_window((window_size_left, window_size_right), bool(is_causal))
     options: dict[str, Any] = {"score_mod": None, "mask": None, "scale": scale, "backend": backend}
+    state = state_of(dropout_p, query)
+    if state is not None:
+        options["dropout_p"] = Drawn(state)
     if seqused_k is not None:
         if cum_seq_q is None:
             raise UnsupportedError("attnkit takes seqused_k with offsets of sequences only")
@@ -84,7 +89,7 @@ def _flash_attention_forward(
                 window=window,
                 **options,
             )
-    return out, lse, *_placeholders(query)
+    return out, lse, *_placeholders(query, state)
 
 
 def _flash_attention_forward_no_dropout_inplace(
@@ -117,15 +122,13 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
     backend: str = "auto",
 ) -> _Gradients:
-    """Return the gradients of query, key and value of a `_flash_attention_forward`.
-
-    Raises:
-        OptionError: there is dropout.
-    """
-    refuse_dropout(dropout_p)
+    """Return the gradients of query, key and value of a `_flash_attention_forward`."""
+    state = _saved_state(dropout_p, rng_state)
     window = read_window((window_size_left, window_size_right), bool(is_causal))
     if cum_seq_q is None:
-        return _batch_gradients(grad_out, query, key, value, out, logsumexp, window, scale, backend)
+        return _batch_gradients(
+            *(grad_out, query, key, value, out, logsumexp, window, scale, backend, state)
+        )
     return packed_gradients(
         NAMES,
         query,
@@ -141,6 +144,7 @@ def _flash_attention_backward(
         window=window,
         scale=scale,
         backend=backend,
+        dropout=state,
     )
 
 
@@ -193,16 +197,12 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
     backend: str = "auto",
 ) -> _Gradients:
-    """Return the gradients of query, key and value of a `_scaled_dot_product_flash_attention`.
-
-    Raises:
-        OptionError: there is dropout.
-    """
-    refuse_dropout(dropout_p)
+    """Return the gradients of query, key and value of a `_scaled_dot_product_flash_attention`."""
+    state = _saved_state(dropout_p, philox_seed)
     window = read_window((None, None), bool(is_causal))
     rows = [t.transpose(1, 2) for t in (grad_out, query, key, value, out)]
     found = _batch_gradients(
-        *(rows[0], rows[1], rows[2], rows[3], rows[4]), logsumexp, window, scale, backend
+        *(rows[0], rows[1], rows[2], rows[3], rows[4]), logsumexp, window, scale, backend, state
     )
     return tuple(t.transpose(1, 2) for t in found)  # type: ignore[return-value]
 
@@ -217,26 +217,32 @@ def _batch_gradients(
     window: Window,
     scale: float | None,
     backend: str,
+    state: Tensor | None,
 ) -> _Gradients:
     return aligned_gradients(
-        query, key, value, out, lse, grad_out, window=window, scale=scale, backend=backend
-    )
+        query, key, value, out, lse, grad_out,
+        window=window, scale=scale, backend=backend, dropout=state,
+    )  # fmt: skip
 
 
-def _placeholders(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _saved_state(dropout_p: Any, state: Tensor) -> Tensor | None:
+    """Return the state that `_placeholders` gave to a forward; None without dropout."""
+    return state.view(torch.int64) if threshold_of(dropout_p) else None
+
+
+def _placeholders(query: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the operators give for the state of dropout and for the debug mask."""
+    if state is None:
+        state = torch.zeros(2, dtype=torch.int64, device=query.device)
     return (
-        torch.zeros(2, dtype=torch.uint64, device=query.device),
+        state.view(torch.uint64),
         torch.zeros((), dtype=torch.uint64, device=query.device),
         query.new_empty(0),
     )
 
 
-def _refuse(
-    dropout_p: Any, return_debug_mask: Any, alibi_slopes: Any, block_table: Any, num_splits: Any
-) -> None:
+def _refuse(return_debug_mask: Any, alibi_slopes: Any, block_table: Any, num_splits: Any) -> None:
     """Raise an error if a call asks for what attnkit does not compute."""
-    refuse_dropout(dropout_p)
     if return_debug_mask:
         raise OptionError("attnkit never holds the attention weights, got return_debug_mask=True")
     if alibi_slopes is not None:

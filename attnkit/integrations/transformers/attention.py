@@ -53,7 +53,7 @@ def attention(
         attention_mask: what `attention_mask` of this package returned; or a mask that the user
             prepared, [B or 1, 1 or Hq, Sq, Skv]: bool, or float to be added to the scores; or None.
         scaling: factor on q k^T; None for 1 / sqrt(D).
-        dropout: must be 0.
+        dropout: probability of dropping an element of the softmax, see `attnkit.flex_attention`.
         softcap: limit on scores, cap * tanh(score / cap).
         s_aux: attention sinks, [Hq], any float dtype.
         position_bias: float [B or 1, Hq, Sq, Skv], added to the scores.
@@ -65,11 +65,11 @@ def attention(
         out [B, Sq, Hq, D], contiguous, and None in place of the attention weights.
 
     Raises:
-        OptionError: dropout is not 0, or attention weights are asked for.
+        OptionError: attention weights are asked for, or `dropout` is not in [0, 1).
         UnsupportedError: an argument asks for what attnkit does not compute.
         ShapeError: the mask was made for another number of queries or keys.
     """
-    _refuse(module, dropout, options)
+    _refuse(module, options)
     mods: list[Callable[..., Any]] = []
     if softcap is not None:
         mods.append(_softcap(float(softcap)))
@@ -102,23 +102,18 @@ def attention(
         backend=backend,
         deterministic=bool(options.get("deterministic")),
         sink=None if s_aux is None else _sink(s_aux, query),
+        dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, options: dict[str, Any]) -> None:
     """Raise an error if a call asks for what attnkit does not compute."""
     model = getattr(getattr(module, "config", None), "model_type", None)
     if model in _DROP_MASKS:
         raise UnsupportedError(
             f"{model} models leave out masks that are no tensors, also those of flex_attention in "
             f"transformers; {_INSTEAD}"
-        )
-    if dropout:
-        raise OptionError(
-            f"attnkit has no dropout inside attention, got dropout={dropout}; set the model's "
-            "attention dropout to 0 (config.attention_dropout, or the dropout of the model), or "
-            "call model.eval()"
         )
     if options.get("output_attentions"):
         raise OptionError(

@@ -45,7 +45,7 @@ def attend_eagerly(
         query, key, value, scale: as in `flex_attention`.
         score_mod, mask_mod: functions, or None.
         lists, sizes: block lists and sizes of the mask, see `op.Request.kind`.
-        sinks: the attention sink, if there is one.
+        sinks: the state of dropout and the attention sink, if there are any.
         options: the other fields of `op.Request`, from `kind` on.
 
     Returns:

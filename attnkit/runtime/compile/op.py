@@ -78,6 +78,8 @@ class Request:
         backend, enable_gqa, deterministic: as in `flex_attention`.
         need_max: whether to return the row maxima.
         sink: whether the last of the score's tensors is an attention sink.
+        dropout: whether the last of the score's tensors, or the last but the sink, is the state of
+            dropout.
         float_scale: whether the last of the operator's floats is the softmax scale.
         need_entropy: whether to return the entropies of the rows.
         normalization: as in `AttentionCall`.
@@ -101,6 +103,7 @@ class Request:
     float_scale: bool = False
     need_entropy: bool = False
     normalization: str = "softmax"
+    dropout: bool = False
     signature: int = 6
 
     @property
@@ -193,7 +196,8 @@ class OperatorInputs:
 
     Attributes:
         query, key, value, scale: as in `flex_attention`.
-        scores: tensors that the score graph captures, and the sink if there is one.
+        scores: tensors that the score graph captures; the state of dropout and the sink, if there
+            are any.
         masks: tensors that the mask graph captures.
         lists: block lists of PyTorch's BlockMask; empty for another mask. Block runs of a call that
             is prepared already, see `torch_ops.unpack`.
@@ -269,6 +273,7 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
         deterministic=request.deterministic,
         sink=own.scores[-1] if request.sink else None,
         normalization=request.normalization,
+        dropout=own.scores[-1 - request.sink] if request.dropout else None,
     )
     captured = graphs.select(own.scores, own.masks)
     slots = () if graphs.score is None else graphs.score.data_slots(captured.scores)
@@ -304,7 +309,8 @@ def _prepared(own: OperatorInputs) -> OperatorCall:
             captured.masks if program.mask is not None else (),
         )
     )
-    return OperatorCall(prepared, inputs, (*read, *([len(own.scores) - 1] if request.sink else [])))
+    count = len(own.scores)
+    return OperatorCall(prepared, inputs, (*read, *range(count - program.extras, count)))
 
 
 def _checked_sizes(
@@ -481,6 +487,7 @@ def request_of(
     sink: bool,
     need_entropy: bool,
     normalization: str = "softmax",
+    dropout: bool = False,
 ) -> Request:
     """Build the `Request` of a call from its traces; see `Request` for the other arguments."""
     return Request(
@@ -498,4 +505,5 @@ def request_of(
         sink,
         need_entropy=need_entropy,
         normalization=normalization,
+        dropout=dropout,
     )

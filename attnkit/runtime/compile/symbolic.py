@@ -84,7 +84,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         mask,
         lists,
         (*sizes, *(length for _, _, length in exact)),
-        () if call.sink is None else (call.sink,),
+        tuple(t for t in (call.dropout, call.sink) if t is not None),
         call.scale,
         kind,
         tuple(f"{side} {name}" for name, side, _ in exact),
@@ -96,6 +96,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         call.sink is not None,
         aux.entropy,
         call.normalization,
+        call.dropout is not None,
     )
     if call.return_aux is not None:
         return out, AuxOutput.of(aux, lse, top, entropy)

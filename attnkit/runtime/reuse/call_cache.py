@@ -147,6 +147,7 @@ def key_of(call: AttentionCall) -> CallKey | None:
             options,
             *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value)],
             None if sink is None else (sink.shape, sink.stride(), sink.dtype, sink.device),
+            call.dropout is not None,
             *[t.stride() for t in scores],
             *[t.stride() for t in masks],
             *map(id, data),

@@ -68,9 +68,10 @@ class _Entry:
 
     Attributes:
         guard: function that returns whether tensors (query, key, value, the score's captured
-            tensors, the sink if there is one, the mask's captured tensors) have the same geometry
-            as those of the call.
+            tensors, the state of dropout and the sink if there are any, the mask's captured tensors)
+            have the same geometry as those of the call.
         kind: the normalization of the call if it has no sink, else `_SINK`.
+        drops: whether the call has dropout.
         enable_gqa, backend, deterministic: options of the call.
         ordered: whether torch's deterministic algorithms were enabled.
         recording: whether torch's grad mode was enabled.
@@ -86,6 +87,7 @@ class _Entry:
 
     guard: Callable[..., bool]
     kind: str
+    drops: bool
     enable_gqa: bool
     backend: str
     deterministic: bool
@@ -184,6 +186,7 @@ def try_fast_path(
     deterministic: Any,
     sink: Any,
     normalization: str,
+    dropout: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a call by relaunching an earlier one: return out or (out, LSE), None if a guard fails.
 
@@ -195,6 +198,7 @@ def try_fast_path(
             deterministic, sink: unchecked arguments of `flex_attention`; its other arguments are
             None.
         normalization: the literal that `AttentionCall` holds, so that identity tells them apart.
+        dropout: the state of dropout, or None.
     """
     if stale_report.code[0]:
         raise_if_stale()
@@ -208,13 +212,16 @@ def try_fast_path(
     if captured is None:
         return None
     scores, masks, _ = captured
-    kind = normalization
+    kind, drops = normalization, dropout is not None
+    if drops:
+        scores = (*scores, dropout)
     if sink is not None:
         scores, kind = (*scores, sink), _SINK
     for entry in bucket.entries.all:
         if (
             entry.deterministic is deterministic
             and entry.kind is kind
+            and entry.drops is drops
             and entry.enable_gqa is enable_gqa
             and entry.backend == backend
             and entry.guard(query, key, value, *scores, *masks)
@@ -300,6 +307,7 @@ def remember(call: AttentionCall, key: CallKey, prepared: PreparedCall) -> None:
         _Entry(
             guard,
             call.normalization if call.sink is None else _SINK,
+            call.dropout is not None,
             call.enable_gqa,
             call.backend,
             call.deterministic,

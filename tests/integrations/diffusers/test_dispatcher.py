@@ -162,7 +162,7 @@ def test_on_an_emulated_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"dropout_p": 0.1}, attnkit.OptionError, "no dropout"),
+        ({"dropout_p": 1.0}, attnkit.OptionError, r"dropout_p must be in \[0, 1\)"),
         ({"window_size": (4, 0)}, attnkit.OptionError, "masks.sliding_window"),
         (
             {"is_causal": True, "attn_mask": torch.ones(6, 6).bool()},
@@ -223,7 +223,7 @@ from diffusers.models import attention_dispatch as d
 attnkit.integrations.diffusers.register("native")
 q = torch.randn(1, 6, 2, 8)
 try:
-    d.dispatch_attention_fn(q, q, q, dropout_p=0.5, backend="native")
+    d.dispatch_attention_fn(q, q, q, dropout_p=1.0, backend="native")
 except attnkit.OptionError:
     print("native" in d._AttentionBackendRegistry._supports_context_parallel)
 """

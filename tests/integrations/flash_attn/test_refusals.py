@@ -22,7 +22,8 @@ def ends(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dropout_p": 0.1}, OptionError, r"no dropout .* got dropout_p=0.1; pass 0"),
+        ({"dropout_p": 1.0}, OptionError, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"dropout_p": 0.1, "return_attn_probs": True}, OptionError, "asks for the weights"),
         ({"block_table": ends(0)}, UnsupportedError, "block_table=; gather the pages"),
         ({"q": Q[None]}, ShapeError, r"q must have shape \[total, heads, head dim\], got \[1, 8"),
         ({"k": None}, ArgumentError, "k must be a torch.Tensor, got NoneType"),
@@ -77,7 +78,8 @@ def test_packed(arguments: dict[str, Any], error: type[Exception], message: str)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dropout_p": 0.1}, OptionError, "no dropout"),
+        ({"dropout_p": "x"}, ArgumentError, "dropout_p must be a number"),
+        ({"dropout_p": 0.1, "return_attn_probs": True}, OptionError, "asks for the weights"),
         ({"q": Q}, ShapeError, r"q must have shape \[batch, length, heads, head dim\], got \[8, 4"),
         ({"mask": 5}, ArgumentError, "mask must be a function"),
         ({"softmax_scale": "a"}, (ArgumentError, OptionError), "scale"),

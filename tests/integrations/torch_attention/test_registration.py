@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import varlen
 
+import attnkit
 from attnkit import ArgumentError, OptionError, UnsupportedError
 from attnkit.integrations import torch_attention
 from attnkit.integrations.torch_attention import aten_ops
@@ -154,6 +155,32 @@ def test_the_operator_of_scaled_dot_product_attention(
 
 
 @pytest.mark.usefixtures("_on_the_cpu")
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout(packed: bool) -> None:
+    """The backward of PyTorch's autograd gets the state that the forward has drawn."""
+    tensors = draw_tensors(0, 8, 8, kv_heads=4)[:3]
+    results = []
+    for ours in (True, False):
+        qkv = [t.detach().requires_grad_() for t in tensors]
+        torch.manual_seed(2)
+        if ours and packed:
+            cu = offsets([8])
+            out = torch.ops.aten._flash_attention_forward(*qkv, cu, cu, 8, 8, 0.3, True, False)[0]
+        elif ours:
+            batch = [t.transpose(0, 1)[None] for t in qkv]
+            found = torch.ops.aten._scaled_dot_product_flash_attention(*batch, 0.3, True)
+            out = found[0][0].transpose(0, 1)
+        else:
+            batch = [t.transpose(0, 1)[None] for t in qkv]
+            mask = lambda b, h, q, kv: kv <= q
+            out = attnkit.flex_attention(*batch, None, mask, backend="cpu", dropout_p=0.3)
+            out = out[0].transpose(0, 1)
+        results.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
+    for ours, true in zip(*results, strict=True):
+        torch.testing.assert_close(ours, true)
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
 def test_layouts_follow_the_query() -> None:
     """Views [B, S, H, D] transposed, as a projection leaves them, and a gradient by expansion."""
     qkv = [torch.randn(2, 7, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
@@ -216,7 +243,7 @@ def test_in_torch_compile() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dropout_p": 0.1}, OptionError, "no dropout .* dropout_p=0.1"),
+        ({"dropout_p": 1.0}, OptionError, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"return_debug_mask": True}, OptionError, "never holds the attention weights"),
         ({"alibi_slopes": torch.rand(4)}, UnsupportedError, "alibi_slopes; use .*varlen_func"),
         ({"block_table": torch.zeros(2, 1)}, UnsupportedError, "block_table="),

@@ -26,7 +26,7 @@ def _tensors(q_len: int = 4, kv_len: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dropout": 0.1}, OptionError, r"no dropout .* got dropout=0.1; set .* model.eval\(\)"),
+        ({"dropout": 1.0}, OptionError, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"output_attentions": True}, OptionError, 'weights.*attn_implementation="eager"'),
         ({"head_mask": torch.ones(4)}, UnsupportedError, 'head masks .*head_mask=; use .*"eager"'),
         ({"cache": object()}, UnsupportedError, "paged cache of continuous batching"),
