@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit import mods
-from attnkit.codegen.score_form import LOG2E, score_form
+from attnkit.codegen.score_form import LOG2E, score_form, weight_form
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
+from attnkit.graph.simplify import build
 from attnkit.graph.staging import is_relative
 from attnkit.testing.expressions import mask_mods, score_mods
 from attnkit.testing.limits import Limits
@@ -268,3 +269,23 @@ def test_is_relative(function: Any, relative: bool) -> None:
     assert is_relative(traced.root) is relative
     if relative:
         assert_relative(traced.root, traced.tensors)
+
+
+@given(score_mods(SMALL), st.sampled_from([0.25, 1.0, -0.5]), st.booleans())
+def test_the_form_of_a_weight_is_the_weight(function: Any, scale: float, sigmoid: bool) -> None:
+    """Without a softmax no term is left out, and a sigmoid at the root is left to the kernel."""
+    traced, env = trace(function, "score"), grid()
+    root = build("sigmoid", traced.root) if sigmoid else traced.root
+    expected = value(root, {**env, "score": env["score"] * scale}, traced.tensors)
+    parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
+    for split in (True, False):
+        form = weight_form(root, split_sigmoid=split)
+        assert form.slope is form.row is form.distance is None
+        x = value(form.bias, parts, traced.tensors)
+        if form.factor is not None:
+            x = x + env["score"] * value(form.factor, parts, traced.tensors)
+        if form.weight == "sigmoid":
+            assert split
+            x = 1 / (1 + torch.exp2(-x))
+        found, true = torch.broadcast_tensors(x, expected)
+        torch.testing.assert_close(found, true, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -104,3 +104,13 @@ def test_the_sum_over_a_row_is_the_gradient_of_the_lse(seed: int) -> None:
     total = (torch.softmax(score, -1) @ value * weights).sum()
     (total + (score.logsumexp(-1) * lse_weights).sum()).backward()
     torch.testing.assert_close(score.grad.sum(-1), lse_weights)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_without_a_softmax_every_load_needs_work_per_score(name: str) -> None:
+    mod, counts = MODS[name]
+    traced = trace(mod, "score")
+    found = learned_loads(traced.root, [True] * len(traced.tensors), True, softmax=False)
+    assert not found.shifts
+    assert not found.factors
+    assert len(found.scores) >= max(counts)

@@ -32,6 +32,7 @@ class LambdaHooks:
         self.mask, self._score, self._captured = mask, score, captured
         self.has_score = score is not None
         self.needs_captured_grad = wanted
+        self.has_softmax = True
         self.sink = self.sink_grad = self.survivor_scale = None
         self.gradients = [torch.zeros_like(t) for t in captured]
 
