@@ -95,6 +95,8 @@ def _transformers_run(p: Problem, name: str) -> Run:
         head_dim=p.shape.head_dim, **({} if window is None else {"sliding_window": window}),
     )  # fmt: skip
     config._attn_implementation = name
+    if name == "sdpa" and p.score:  # it ignores the argument, with a warning at most
+        raise Unsuitable("`sdpa` attention does not support `softcap`")
     functions = transformers.AttentionInterface()
     if name == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise Unsuitable("flash-attn is not installed")
