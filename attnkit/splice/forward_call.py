@@ -233,7 +233,7 @@ def repeated_forward(
         keeps_lse: bool = True,
     ) -> ForwardOutputs | None:
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        found = None if (q | k | v) & 15 else find_stream()
+        found = find_stream(q | k | v)
         if found is None:
             return None
         stream, counter = found
@@ -280,7 +280,7 @@ def _repeated_alone(call: ForwardCall, captured: Captured, main: Relaunch) -> Re
         keeps_lse: bool = True,
     ) -> ForwardOutputs | None:
         q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        found = None if (q | k | v) & 15 else find_stream()
+        found = find_stream(q | k | v)
         if found is None:
             return None
         stream, counter = found
@@ -300,15 +300,18 @@ def _repeated_alone(call: ForwardCall, captured: Captured, main: Relaunch) -> Re
     return run
 
 
-def _stream_finder(call: ForwardCall) -> Callable[[], tuple[int, int] | None]:
+def _stream_finder(call: ForwardCall) -> Callable[[int], tuple[int, int] | None]:
     """Return a function that finds (the current stream, the address of its tile counter).
 
-    It returns None if another device is current or a CUDA graph is being captured.
+    It takes the bits that are set in any address of query, key and value. It returns None if TMA
+    cannot read such an address, another device is current, or a CUDA graph is being captured.
     """
     device, index, on_gpu = call.device, call.device.index, call.device.type == "cuda"
     counters: dict[int, tuple[tuple[int, int], Tensor]] = {}
 
-    def find() -> tuple[int, int] | None:
+    def find(addresses: int) -> tuple[int, int] | None:
+        if addresses & 15:
+            return None
         if on_gpu:
             if device_index() != index or is_stream_capturing():
                 return None

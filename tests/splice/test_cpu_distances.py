@@ -79,7 +79,7 @@ def test_scores_are_those_of_each_score(name: str, q: tuple[int, int], kv: tuple
     with torch.no_grad():
         exact = evaluate([traced.root], {**env, "score": score}, traced.tensors)[0]
         hooks = CpuHooks(
-            Program(traced.root), traced.tensors, (), torch.float32, torch.device("cpu")
+            Program(traced.root), traced.tensors, (), torch.float32, torch.device("cpu"), HEADS
         )
         for _ in range(2):  # the second one finds memory of the first
             found = hooks.score(score.clone(), tile)

@@ -17,6 +17,7 @@ from attnkit.masks import causal
 from attnkit.mods import alibi
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import distance_calls
+from tests.sampling import sampled
 
 INF = float("inf")
 
@@ -85,7 +86,8 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "p"), [((64, 64), 0.1), ((128, 128), 0.7), ((64, 128), 0.5), ((192, 128), 0.2)]
+    ("head_dims", "p"),
+    sampled([((64, 64), 0.1), ((128, 128), 0.7), ((64, 128), 0.5), ((192, 128), 0.2)], 2),
 )
 def test_the_kernels_draw_the_published_bits(head_dims: tuple[int, int], p: float) -> None:
     """Ragged lengths, grouped heads, and thresholds on both sides of 128."""
@@ -111,11 +113,14 @@ def test_calls_that_are_relaunched_have_new_bits(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("head_dim", "mask", "mod"),
-    [
-        (64, causal(), None),
-        (128, causal(), lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)),
-        (192, lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9), None),
-    ],
+    sampled(
+        [
+            (64, causal(), None),
+            (128, causal(), lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)),
+            (192, lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9), None),
+        ],
+        3,
+    ),
     ids=["tiles", "pairs of CTAs and a mod", "a mask by element"],
 )
 def test_blackwell(head_dim: int, mask: Any, mod: Any) -> None:
@@ -126,12 +131,14 @@ def test_blackwell(head_dim: int, mask: Any, mod: Any) -> None:
     assert names == ["forward"]
 
 
+@pytest.mark.exhaustive
 def test_blackwell_split_rows() -> None:
     tensors = draw(0, 16, keys=1100, heads=1)
     names = check(tensors, backward=False, kernel="emulate:sm_100a")
     assert names == ["forward", "combine"]
 
 
+@pytest.mark.exhaustive
 def test_rows_without_keys_and_masks_by_element() -> None:
     """P of a mask without intervals; heads differ in their mask and in their bits."""
     check(draw(0, 140, heads=3), mask=lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9))
@@ -146,11 +153,12 @@ def test_split_rows_and_a_sink() -> None:
     check(tensors, learned=(learned,), sink=learned)
 
 
+@pytest.mark.exhaustive
 def test_a_deterministic_backward() -> None:
     check(draw(0, 140), mask=causal(), deterministic=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", sampled([(64,), (128,), (256,)], 3))
 def test_gradients_of_captured_tensors(head_dim: int) -> None:
     """A value for each key, and one for each distance, whose gradients the main kernel sums."""
     random = torch.Generator().manual_seed(1)
@@ -162,6 +170,7 @@ def test_gradients_of_captured_tensors(head_dim: int) -> None:
     check(draw(0, 100, (head_dim, head_dim)), mod, causal(), (bias, near))
 
 
+@pytest.mark.exhaustive
 def test_a_term_and_a_factor_of_each_row() -> None:
     """The preprocess sums the gradient of the one, the postprocess that of the other."""
     random = torch.Generator().manual_seed(1)
@@ -173,11 +182,13 @@ def test_a_term_and_a_factor_of_each_row() -> None:
     check(draw(0, 100), mod, causal(), (term, factor))
 
 
+@pytest.mark.exhaustive
 def test_alibi_and_softcap() -> None:
     check(draw(0, 140), alibi(2), causal())
     check(draw(0, 140), lambda s, b, h, q, kv: 20 * torch.tanh(s / 20))
 
 
+@pytest.mark.exhaustive
 def test_tables_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state and the sink follow the tables, in new and in relaunched calls."""
     monkeypatch.setattr(distance_calls, "LEAST_SCORES", 0)
@@ -193,6 +204,7 @@ def test_tables_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
         check(draw(step, 80), mod, causal(), (table, sink), seed=step, sink=sink)
 
 
+@pytest.mark.exhaustive
 def test_statistics_do_not_change() -> None:
     query, key, value = draw(0, 140)
     aux = AuxRequest(lse=True, max_scores=True, entropy=True)

@@ -16,6 +16,7 @@ from attnkit.jit import emulation
 from attnkit.masks import causal
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import dispatch, forward
+from tests.sampling import crossed, sampled
 
 NAMES = ("sigmoid", "none")
 LENGTH = 260
@@ -77,8 +78,7 @@ def check_call(
     return results[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mask", [late, scattered])
+@pytest.mark.parametrize(("mask", "name"), crossed([late, scattered], NAMES))
 def test_hopper(mask: Any, name: str) -> None:
     """Rows without keys give 0, and a term of the row counts."""
     mod = lambda s, b, h, q, kv: s - 0.01 * q
@@ -88,7 +88,7 @@ def test_hopper(mask: Any, name: str) -> None:
         assert not dq[:, :, :210].any()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))
 def test_learned_tensors_on_hopper(name: str) -> None:
     """Loads at the levels of head, row, column and distance have gradients."""
     tables = [torch.randn(n, requires_grad=True) for n in (2, LENGTH, LENGTH, 2 * LENGTH)]
@@ -100,6 +100,7 @@ def test_learned_tensors_on_hopper(name: str) -> None:
     check_call(name, draw(1), causal(), mod, tuple(tables))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("widths", [(192, 128), (256, 256)])
 def test_wide_heads_on_hopper(widths: tuple[int, int], name: str) -> None:
@@ -125,8 +126,7 @@ def test_learned_tensors_of_wide_heads_use_torch_operators(
     assert seen == ["False"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["emulate", "emulate:sm_100a"])
+@pytest.mark.parametrize(("backend", "name"), crossed(["emulate", "emulate:sm_100a"], NAMES))
 def test_split_rows_are_summed(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows with many keys are split along kv; the parts add up."""
     merged: list[bool] = []
@@ -144,6 +144,7 @@ def test_split_rows_are_summed(backend: str, name: str, monkeypatch: pytest.Monk
     assert merged == [False]  # no softmax
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_float16_and_a_negative_scale(name: str) -> None:
     tensors = [t.half() for t in draw(5, 130, 200)]
@@ -151,6 +152,7 @@ def test_float16_and_a_negative_scale(name: str) -> None:
     check_call(name, tensors, None, lambda s, b, h, q, kv: s - 5.0, backward=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_deterministic(name: str) -> None:
     table = torch.randn(2, 300, requires_grad=True)
@@ -161,7 +163,7 @@ def test_deterministic(name: str) -> None:
     assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))
 def test_calls_are_relaunched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated calls with new tensors take the fast paths of forward and backward."""
     taken: list[bool] = []
@@ -184,7 +186,7 @@ def up_to_itself(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return kv <= q
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))
 def test_blackwell(name: str) -> None:
     tables = [torch.randn(n, requires_grad=True) for n in (2, 130)]
     slopes, rows = tables

@@ -53,7 +53,7 @@ def test_masks_in_all_orders(mask: Any) -> None:
     check(draw(330, dims=MLA, heads=(1, 1)), mask=mask, mode="check")
 
 
-@pytest.mark.parametrize("lengths", [(5, 130), (17, 200), (257, 129)])
+@pytest.mark.parametrize("lengths", sampled([((257, 129),), ((17, 200),), ((5, 130),)], 3))
 def test_ragged_lengths(lengths: tuple[int, int]) -> None:
     check(draw(*lengths, dims=MLA, heads=(1, 1)))
 
@@ -81,6 +81,7 @@ def test_columns_that_no_query_keeps_have_no_gradient() -> None:
         assert not grad[:, :, 310:].any()
 
 
+@pytest.mark.exhaustive
 def test_rows_that_keep_no_key_have_no_gradient() -> None:
     keep = lambda b, h, q, kv: (q >= 70) & (kv <= q)
     mask = create_block_mask(keep, None, None, 200, 200, device="cpu")
@@ -89,23 +90,36 @@ def test_rows_that_keep_no_key_have_no_gradient() -> None:
     assert not gradients("emulate", inputs, weights, (), None, mask, None)[0][:, :, :70].any()
 
 
-@pytest.mark.parametrize("columns", [128, 192])
+@pytest.mark.parametrize("columns", sampled([(192,), (128,)], 2))
 def test_block_masks(columns: int) -> None:
     keep = lambda b, h, q, kv: (q - kv < 70) & (kv - q < 130)
     mask = create_block_mask(keep, None, None, 250, 310, device="cpu", BLOCK_SIZE=(128, columns))
     check(draw(250, 310, dims=MLA, heads=(1, 1)), mask=mask)
 
 
-def test_which_variants_have_this_kernel() -> None:
+def relative(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + BIAS[h, q - kv + 255]
+
+
+BIAS = torch.zeros(2, 511, requires_grad=True)
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"mod": mods.softcap(20.0)}, "BackwardHd256"),
+    ({"mod": mods.alibi(2)}, "BackwardHd192"),
+    ({"mod": relative}, "BackwardHd256"),
+    ({"fixed": True}, "BackwardHd256"),
+    ({"mask": None}, "BackwardHd192"),
+    ({"of": (192, 192)}, "BackwardHd256"),
+]
+
+
+@pytest.mark.parametrize(("variant", "name"), sampled(OTHERS, 3))
+def test_which_variants_have_this_kernel(variant: dict[str, Any], name: str) -> None:
     """A slope, a learned tensor or a fixed order needs registers that this kernel does not have."""
-    bias = torch.rand(2, 511, requires_grad=True)
-    relative = lambda s, b, h, q, kv: s + bias[h, q - kv + 255]
-    assert used() == used(mods.alibi(2)) == used(mask=None) == "BackwardHd192"
-    assert used(mods.softcap(20.0)) == used(relative) == used(fixed=True) == "BackwardHd256"
-    assert used(of=(192, 192)) == used(of=(256, 128)) == "BackwardHd256"
+    assert used(**variant) == name
 
 
-@pytest.mark.parametrize("name", sampled([("head",), ("relative",)], 1))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["head", "relative"])
 def test_variants_of_the_other_kernel(name: str) -> None:
     mod, captured = MODS[name]
     check(draw(200, dims=MLA), mod, CAUSAL, captured())
@@ -124,7 +138,9 @@ def test_sizes_that_do_not_work_are_named(sizes: dict[str, Any], named: str) -> 
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize("mask", [None, CAUSAL, masks.document(torch.arange(256) // 100) & CAUSAL])
+@pytest.mark.parametrize(
+    "mask", sampled([(CAUSAL,), (None,), (masks.document(torch.arange(256) // 100) & CAUSAL,)], 3)
+)
 def test_consumers_do_not_spill_and_products_are_not_serialised(mask: Any) -> None:
     """The stack frame of 32 bytes holds registers of the producer, see `Hd192Config`."""
     qkv: list[Tensor] = [

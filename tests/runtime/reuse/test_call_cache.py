@@ -215,7 +215,7 @@ def test_wrong_arguments_stay_wrong() -> None:
         flex_attention(q, k[:, :1], v[:, :1])
     mask = Mask(window(3), lengths=(LENGTH, LENGTH))
     flex_attention(q, k, v, block_mask=mask)
-    with pytest.raises(attnkit.ShapeError, match="created for"):
+    with pytest.raises(attnkit.ShapeError, match="built for"):
         flex_attention(q[:, :, :9], k, v, block_mask=mask)
     block = create_block_mask(window(3), None, None, LENGTH, LENGTH)
     flex_attention(q, k, v, block_mask=block)
