@@ -31,6 +31,7 @@ from attnkit.integrations.transformers.forms import (
 )
 from attnkit.integrations.transformers.layer_mask import LayerMask
 from attnkit.integrations.transformers.mask_function import attention_mask
+from attnkit.integrations.transformers.read_mask import _readers, read_function
 
 CPU = torch.device("cpu")
 BATCH = 2
@@ -260,3 +261,15 @@ def test_masks_move_to_the_device_of_a_layer(form: Form) -> None:
         moved = mask.on(torch.device(device))
         assert moved is not None
         assert create_mask(moved, BATCH, 1, 8, 8, device=device).device.type == device
+
+
+def test_versions_that_lack_a_mask_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers 5.17 does not remap positions; the functions that it has are read."""
+    monkeypatch.delattr(hf, "remap_positions_for_packed_sequence")
+    monkeypatch.delattr(hf, "blockwise_overlay")
+    _readers.cache_clear()
+    try:
+        assert read_function(hf.causal_mask_function) == CAUSAL
+        assert read_function(hf.or_masks(hf.causal_mask_function)) != CAUSAL
+    finally:
+        _readers.cache_clear()
