@@ -112,7 +112,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], i
         yield count
 
 
-@pytest.mark.parametrize("name", sampled([(name,) for name in MODS if name != "none"], 2))
+@pytest.mark.parametrize("name", sampled([(name,) for name in MODS if name != "none"], 4))
 def test_estimates_are_of_the_size_of_the_machine_code(
     name: str, code: Callable[[str], int]
 ) -> None:

@@ -162,7 +162,7 @@ GRADIENTS: list[tuple[str, int, torch.dtype, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "width", "dtype", "with_sink"), sampled(GRADIENTS, 2))
+@pytest.mark.parametrize(("kind", "width", "dtype", "with_sink"), sampled(GRADIENTS, 3))
 def test_gradients_on_hopper(kind: str, width: int, dtype: torch.dtype, with_sink: bool) -> None:
     """The kernels add the gradients of output, LSE and entropy; repeated calls are exact too."""
     attnkit.clear_caches()

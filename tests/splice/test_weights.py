@@ -186,7 +186,8 @@ def up_to_itself(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return kv <= q
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_blackwell(name: str) -> None:
     tables = [torch.randn(n, requires_grad=True) for n in (2, 130)]
     slopes, rows = tables
