@@ -40,7 +40,7 @@ class CannotRunError(AttnkitError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Describes what every contender computes.
+    """Holds the call that every contender computes.
 
     Attributes:
         variant: score_mod and mask.

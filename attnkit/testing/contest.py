@@ -222,7 +222,7 @@ def _started(
 
 
 def _wait(problem: Problem) -> None:
-    """Wait until the device has done its work."""
+    """Synchronize with the device."""
     if problem.device.type == "cuda":
         torch.cuda.synchronize(problem.device)
 

@@ -73,7 +73,7 @@ def in_turns(
 
 
 def _repeats(function: Callable[[], object], device: torch.device) -> int:
-    """Return how many calls in a row to time: one on a CPU, enough to hide the host on a GPU."""
+    """Return the calls per timing: 1 on a CPU; on a GPU, enough to hide the time of the host."""
     if device.type != "cuda":
         return 1
     return max(1, min(100, round(_ENOUGH / max(_once(function, device, 3), 1e-6))))

@@ -86,7 +86,7 @@ def draw_state(dropout_p: Any, device: torch.device) -> Tensor | None:
 
 
 def threshold_in(state: Tensor) -> Tensor:
-    """Return the threshold of a state, int64 []."""
+    """Return the dropout threshold that a random state contains, int64 [], 1 to 255."""
     return state[1] >> THRESHOLD_BIT
 
 

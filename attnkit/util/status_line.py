@@ -16,7 +16,7 @@ _INTERVAL = 0.25  # seconds between updates of the elapsed time
 
 
 class StatusLine:
-    """Shows one line on a terminal, and nothing if the stream is no terminal.
+    """Shows a status line if the stream is a terminal; otherwise does nothing.
 
     ATTNKIT_PROGRESS=0 switches it off.
 
@@ -48,7 +48,7 @@ class StatusLine:
 
 @contextmanager
 def elapsed(what: str) -> Iterator[None]:
-    """Show on a terminal what is being done, and for how many seconds, during the `with` block.
+    """Show a status text and the elapsed seconds on a terminal during the `with` block.
 
     Args:
         what: text of the line, such as "compiling kernel 1". How long it takes is not known before.
