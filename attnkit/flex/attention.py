@@ -297,4 +297,6 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     lse = max_scores.clone()
     if (sink := call.sink) is not None:  # a sink of -inf is none: it gets the gradient 0
         lse = torch.where(sink == -torch.inf, -torch.inf, sink)[:, None].to(stats).expand(rows)
-    return call.results(out, lse.contiguous(), max_scores, torch.zeros_like(max_scores) + none)
+    sums = torch.zeros(*query.shape[:2], key.shape[2], dtype=stats, device=query.device) + none
+    entropy = torch.zeros_like(max_scores) + none
+    return call.results(out, lse.contiguous(), max_scores, entropy, sums)

@@ -20,6 +20,8 @@ from attnkit.util.torch_private import in_autocast
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from attnkit.runtime.prepared_call import PreparedCall
+    from attnkit.splice import ForwardInputs, ForwardOutputs
     from attnkit.util.arguments import CallOptions
 
 _log = logging.getLogger("attnkit.runtime")
@@ -150,7 +152,8 @@ def flex_attention(
         return_lse: whether to also return the LSE, [B, Hq, Sq], natural logarithm.
         kernel_options: BLOCK_M and BLOCK_N set the tile sizes for a mask given as a function. Other
             options of FlexAttention are accepted and ignored.
-        return_aux: which auxiliary outputs to return, as an alternative to return_lse.
+        return_aux: which auxiliary outputs to return, as an alternative to return_lse. All but
+            `column_sums`, which take a second pass over the scores, come from the same pass.
         backend: "auto" (the GPU kernel if one supports this call, else "cpu"), "cpu" (torch
             operators over the tiles that the mask keeps, any device), "eager" (dense reference),
             "cute" (the GPU kernel or an error: Hopper or Blackwell, float16 or bfloat16), "emulate"
@@ -252,8 +255,11 @@ def flex_attention(
         return _first_call(call)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("reused the preparation of an earlier call, %s", call.described())
-    result = torch_ops.run(prepared, call.inputs(call_key.captured))
-    if return_aux is None and (scale is None or scale > 0):
+    inputs = call.inputs(call_key.captured)
+    result = torch_ops.run(prepared, inputs)
+    if return_aux is not None:
+        return _with_statistics(call, prepared, inputs, result)
+    if scale is None or scale > 0:
         reuse.remember(call, call_key, prepared)
     return call.results(*result)
 
@@ -265,7 +271,8 @@ def _first_call(call: AttentionCall) -> Any:
     """Slow path: prepare a call, run it, and cache the prepared call if it has a key."""
     preparation = prepare(call)
     prepared, captured = preparation.call, preparation.bound.captured
-    result = torch_ops.run(prepared, call.inputs(captured))
+    inputs = call.inputs(captured)
+    result = torch_ops.run(prepared, inputs)
     call_key = None if prepared.is_dense else reuse.key_of(call)
     if call_key is not None and call_key.fits(prepared, captured):
         reuse.store(call_key, prepared)
@@ -274,4 +281,17 @@ def _first_call(call: AttentionCall) -> Any:
 
         why = reuse.reason_without_key(call)
         once(_log, f"a call is prepared again each time, {call.described()}: {why}")
+    if call.return_aux is not None:
+        return _with_statistics(call, prepared, inputs, result)
     return call.results(*result)
+
+
+def _with_statistics(
+    call: AttentionCall, prepared: PreparedCall, inputs: ForwardInputs, result: ForwardOutputs
+) -> Any:
+    """Return the output and the statistics that `call.return_aux` asks for."""
+    if not getattr(call.return_aux, "column_sums", False):
+        return call.results(*result)
+    from attnkit.runtime.column_sums import column_sums  # which most calls do not need
+
+    return call.results(*result, column_sums(prepared, inputs, result[1]))
