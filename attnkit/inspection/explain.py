@@ -30,7 +30,7 @@ from attnkit.inspection.summary import summarize
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
 from attnkit.inspection.weights import describe_weights
 from attnkit.runtime.call import AttentionCall
-from attnkit.runtime.normalization import check_dropout, resolve
+from attnkit.runtime.normalization import resolve
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Plan
@@ -484,7 +484,6 @@ def _weight_options(
     state = None
     if threshold_of(dropout_p):  # a plan depends only on whether there is a state
         state = torch.zeros(2, dtype=torch.int64, device=query.device)
-    check_dropout(state, kind)
     if arch is not None and (kind != "softmax" or state is not None):
         raise OptionError(
             f"arch={arch!r} predicts the kernel of a softmax without dropout, got normalization="

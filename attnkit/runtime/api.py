@@ -172,9 +172,10 @@ def flex_attention(
             every head, which excludes `sink`; "sigmoid", a sigmoid of each score (a bias such as
             -log(n) belongs in score_mod); "none", the score itself (linear attention). The last two
             give masked scores the weight 0 and have neither a sink nor an LSE or other statistics.
-        dropout_p: probability of dropping an element of the softmax, in [0, 1), rounded to a
-            multiple of 1 / 256. Elements that are kept are divided by the probability of keeping
-            one. LSE and statistics do not change. Random bits come from torch's generator of the
+        dropout_p: probability of dropping a weight (an element of the softmax), in [0, 1), rounded
+            to a multiple of 1 / 256. Weights that are kept are divided by the probability of
+            keeping one. LSE and statistics do not change. With "sigmoid" and "none" torch operators
+            run the call. Random bits come from torch's generator of the
             device; they do not depend on the backend (docs/tutorials/dropout.md).
 
     Returns:
@@ -200,10 +201,8 @@ def flex_attention(
     dropout = None
     if dropout_p is not _NO_DROPOUT:  # identity, as above
         from attnkit.runtime.dropout import state_of  # which most calls do not need
-        from attnkit.runtime.normalization import check_dropout
 
         dropout = state_of(dropout_p, query)
-        check_dropout(dropout, normalization)
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(

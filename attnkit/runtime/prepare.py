@@ -121,7 +121,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
+    reason = _reason_against_kernel(plan, call, variant, unproven)
     if reason:
         if backend != "auto":
             raise plans.no_kernel_error(backend, reason)
@@ -161,11 +161,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 
 
 def _reason_against_kernel(
-    plan: Plan,
-    backend: str,
-    variant: TracedVariant,
-    unproven: frozenset[Node],
-    device: torch.device,
+    plan: Plan, call: AttentionCall, variant: TracedVariant, unproven: frozenset[Node]
 ) -> str:
     """Return the reason why the GPU kernel of a plan must not be used; "" if it may be used."""
     target = of_template(plan.template)
@@ -176,16 +172,21 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
+    if call.dropout is not None and call.normalization != "softmax":
+        return (
+            f"with normalization={call.normalization!r} no kernel has dropout; leave dropout_p out to "
+            "take a kernel"
+        )
     if variant.mask is not None and computes_float64(variant.mask.root):
         return (
             "the mask computes in float64, and a kernel in float32; write .float() where float32 "
             "will do"
         )
-    if backend != "auto":
+    if call.backend != "auto":
         return ""
     from attnkit.runtime import hardware_gate  # imports `jit`, which only GPU calls need
 
-    return hardware_gate.reason_against(target, device)
+    return hardware_gate.reason_against(target, call.query.device)
 
 
 def _dense(bound: Bound, call: KernelCall) -> Attention:

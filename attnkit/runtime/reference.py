@@ -48,7 +48,7 @@ def attention(
         allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
             too.
         sink: [Hq], one more logit in the denominator of each row; None for none.
-        dropout: the state of `draw_state`; None to drop no element of the softmax.
+        dropout: the state of `draw_state`; None to drop no weight.
         need_entropy: whether to also return the entropies of the rows.
         normalization: "softmax"; or "sigmoid" or "none", with which LSE and row maxima are zeros
             that mean nothing.
@@ -61,12 +61,12 @@ def attention(
     """
     scores = _masked_scores(query, key, score, mask, scale, allowed, normalization)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    if normalization != "softmax":
-        rows = scores.new_zeros(scores.shape[:3])
-        return scores.to(query.dtype) @ value, rows, rows.clone(), None
-    dtype = scores.dtype
-    shape = *query.shape[:3], key.shape[2]
+    dtype, shape = scores.dtype, (*query.shape[:3], key.shape[2])
     factors = None if dropout is None else _survivors(dropout, shape, dtype)
+    if normalization != "softmax":
+        rows = scores.new_zeros(shape[:3])
+        weights = scores if factors is None else scores * factors
+        return weights.to(query.dtype) @ value, rows, rows.clone(), None
     logit = None if sink is None else sink.to(dtype)[:, None, None]
     return _softmax_times(scores, value, query.dtype, logit, factors, need_entropy)
 

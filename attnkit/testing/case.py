@@ -91,7 +91,7 @@ class Case:
         spread: standard deviation of query and key; large values give a peaked softmax.
         sink: whether each head has an attention sink, a random logit.
         normalization: as in `flex_attention`; all but "softmax" take no sink.
-        dropout_p: probability of dropping a weight; softmax and softmax1 only.
+        dropout_p: probability of dropping a weight.
         statistics: whether to compare entropies (of a softmax) and column sums too.
         seed: seed of the random numbers.
 
@@ -161,8 +161,6 @@ class Case:
         check_flag("statistics", self.statistics)
         if self.sink and self.normalization != "softmax":
             raise OptionError(f"normalization={self.normalization!r} takes no sink")
-        if self.dropout_p and self.kind != "softmax":
-            raise OptionError(f"normalization={self.normalization!r} takes no dropout")
         if type(self.spread) not in (int, float) or not 0 <= self.spread <= _WIDEST:
             raise OptionError(
                 f"spread must be a number from 0 to {_WIDEST:g}, got {shown(self.spread)}"

@@ -83,7 +83,6 @@ def cases(
     denominator = "plain"
     if sinks and kind == "softmax":
         denominator = draw(st.sampled_from(["plain"] * 3 + ["sink", "softmax1"]))
-    drops = sinks and kind in ("softmax", "softmax1")
     heads = draw(st.integers(*limits.heads))
     head_dim = draw(st.sampled_from(WIDTHS))
     return Case(
@@ -103,7 +102,7 @@ def cases(
         seed=draw(st.integers(0, 999)),
         sink=denominator == "sink",
         normalization="softmax1" if denominator == "softmax1" else kind,
-        dropout_p=draw(st.sampled_from([0.0] * 4 + [0.1, 0.6])) if drops else 0.0,
+        dropout_p=draw(st.sampled_from([0.0] * 4 + [0.1, 0.6])) if sinks else 0.0,
         statistics=statistics and draw(st.sampled_from([False] * 3 + [True])),
     )
 

@@ -67,7 +67,7 @@ def forward(
             softmax: Softmax | WeightedSum = (
                 Softmax(call.factor, need_entropy, hooks.survivor_scale)
                 if hooks.has_softmax
-                else WeightedSum()
+                else WeightedSum(hooks.survivor_scale)
             )
         if chunk.spans:
             s = modified_scores(call, unit, chunk, keeps, q, space)

@@ -96,6 +96,10 @@ def test_errors_are_those_of_the_operator() -> None:
             ["weight = exp(s) / sum(exp(s))", "probability 26/256, or else multiplied by 256/230"],
         ),
         (
+            {"dropout_p": 0.5, "normalization": "none"},
+            ["weight = s, 0 where masked", "probability 128/256"],
+        ),
+        (
             {"return_aux": attnkit.AuxRequest(entropy=True, column_sums=True)},
             ["entropy: of the same pass", "column_sums: a second pass over the tiles, one more"],
         ),

@@ -219,12 +219,10 @@ def test_statistics_of_a_softmax_are_refused(asked: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_case_of_check_variant_has_neither_sink_nor_dropout(name: str) -> None:
+def test_a_case_of_check_variant_has_no_sink(name: str) -> None:
     assert Case(q_len=3, kv_len=4, normalization=name).results == ("out",)
     with pytest.raises(OptionError, match=f"normalization='{name}' takes no sink"):
         Case(q_len=3, kv_len=4, normalization=name, sink=True)
-    with pytest.raises(OptionError, match=f"normalization='{name}' takes no dropout"):
-        Case(q_len=3, kv_len=4, normalization=name, dropout_p=0.5)
 
 
 @pytest.mark.parametrize("name", NAMES)
