@@ -197,11 +197,39 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         if t.dtype not in DTYPES:
             raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {_names(DTYPES)}")
         if t.dtype != query.dtype:
-            raise DTypeError(f"{name} has dtype {t.dtype}, query has {query.dtype}; convert one")
+            raise DTypeError(_two_dtypes(name, query, key, value))
         if t.device != query.device:
             raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
     _check_shapes(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def _two_dtypes(name: str, query: Tensor, key: Tensor, value: Any) -> str:
+    """Return the message about a key or value in another dtype than the query, with the costs.
+
+    `value` is unchecked.
+    """
+    t = key if name == "key" else value
+    message = (
+        f"{name} has dtype {t.dtype}, query has {query.dtype}; attnkit converts none of them unasked, "
+        f"as that rounds, and copies at every call. {name}.to({query.dtype}) writes "
+        f"{_memory(t, query.dtype)}; convert a cache once, when it is written"
+    )
+    if isinstance(value, Tensor) and key.dtype == value.dtype:
+        message += (
+            f". query.to({key.dtype}) writes {_memory(query, key.dtype)}, and gives an output of "
+            "that dtype"
+        )
+    return message
+
+
+def _memory(t: Tensor, dtype: torch.dtype) -> str:
+    """Return the memory of a tensor in another dtype, as text."""
+    count = t.numel()
+    if not isinstance(count, int):  # inside of torch.compile
+        return "a copy"
+    size = count * dtype.itemsize
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size} bytes"
 
 
 def refuse_dtensor(name: str, tensor: Tensor) -> None:
