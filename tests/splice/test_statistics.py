@@ -241,3 +241,26 @@ def test_deterministic_gradients() -> None:
 def weight(like: Tensor, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(100 + seed)
     return torch.randn(like.shape, generator=random, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("arch", ["", ":sm_100a"])
+def test_column_sums_follow_the_forward_of_a_kernel(arch: str) -> None:
+    """Torch operators sum weights in the tiles of the kernel, from its LSE."""
+    tensors, sink = draw(3, 130, 150), torch.tensor([1.0, -1.0])
+    for t in tensors:
+        t.requires_grad_()
+    mask = lambda b, h, q, kv: (q >= 100) & (kv <= q - 60)
+
+    def run(tensors: list[Tensor], backend: str) -> list[Tensor]:
+        options = {"enable_gqa": True, "return_aux": AuxRequest(column_sums=True)}
+        _, aux = flex_attention(
+            *tensors, MODS["columns"], mask, sink=sink, backend=backend, **options
+        )
+        weight = torch.randn(aux.column_sums.shape, generator=torch.Generator().manual_seed(0))
+        own = weight.to(aux.column_sums.dtype)
+        return [aux.column_sums, *torch.autograd.grad(aux.column_sums, tensors[:2], own)]
+
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    results = run(tensors, f"emulate{arch}"), run(wide, "eager"), run(tensors, "eager")
+    for ours, exact, dense in zip(*results, strict=True):
+        check(ours, exact, dense)
