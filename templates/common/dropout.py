@@ -9,7 +9,7 @@ A thread with an accumulator of S holds rows q, q + 8 and columns kv, kv + 1, kv
 needs two words of each call: those of its bit 0 of q. With an accumulator of S^T they are those of
 its bit 0 of kv. Both pack the two elements that lie in the same bytes of these two words as a pair.
 The lane whose number differs in bit 2 needs the two other words. So each of them makes every other
-call, and they exchange words.
+call. It collects the bits of all its calls, and the two exchange those.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, Uint64, cute
+
+from attnkit.templates.common import device
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
@@ -75,40 +77,38 @@ class DropoutState:
         first_word, second_word, third_word, fourth_word = (Int32(word) for word in x)
         return first_word, second_word, third_word, fourth_word
 
-    def exchanged(
+    def collected(
         self, count: int, odd: Any, places: tuple[tuple[int, int], ...], at: Any
-    ) -> list[tuple[Any, Any]]:
-        """Return two compared words of each of `count` calls, every other one from another lane.
+    ) -> tuple[Any, Any]:
+        """Return bits of two words of each of `count` calls, every other call from another lane.
 
-        All lanes of a warp must call it.
+        All lanes of a warp must call it. Each result is an Int32 that is a compared word of call g
+        after a left shift by g.
 
         Args:
-            count: number of calls.
+            count: number of calls, at most 8.
             odd: whether the lane needs the second words of `places`. It is True in one of two lanes
                 whose numbers differ in bit 2, and these have the same calls.
             places: for each of the two words, its number without and with `odd`.
             at: function of an Int32, the number of a call, that returns its position (q, kv).
         """
-        step = cutlass.select_(odd, Int32(1), Int32(0))
-        found: list[tuple[Any, Any]] = []
-        for g in range(0, count, 2):
-            if g + 1 == count:  # no call to exchange it for
-                drawn = self.words(*at(Int32(g)))
-                own = [cutlass.select_(odd, drawn[b], drawn[a]) for a, b in places]
-                found.append((self.compared(own[0]), self.compared(own[1])))
-                continue
-            drawn = self.words(*at(step + g))
-            own = [cutlass.select_(odd, drawn[b], drawn[a]) for a, b in places]
-            sent = [cutlass.select_(odd, drawn[a], drawn[b]) for a, b in places]
-            got = [cute.arch.shuffle_sync_bfly(word, PARTNER) for word in sent]
-            own, got = ([self.compared(word) for word in words] for words in (own, got))
-            for late in (False, True):
-                first, second = (
-                    cutlass.select_(odd, x if late else y, y if late else x)
-                    for x, y in zip(own, got, strict=True)
-                )
-                found.append((first, second))
-        return found
+        step = cutlass.select_(odd, Uint32(1), Uint32(0))
+        totals = [Int32(0)] * 4
+        for g in range(0, count - 1, 2):
+            drawn = self.words(*at(Int32(step) + g))
+            totals = [_inserted(t, self.compared(x), g) for t, x in zip(totals, drawn, strict=True)]
+        results = []
+        for a, b in places:
+            own = cutlass.select_(odd, totals[b], totals[a])
+            sent = cutlass.select_(odd, totals[a], totals[b])
+            other = cute.arch.shuffle_sync_bfly(sent, PARTNER)
+            results.append(Int32((Uint32(own) >> step) | (Uint32(other) >> (Uint32(1) - step))))
+        if count % 2:  # no call to exchange the last one for
+            drawn = self.words(*at(Int32(count - 1)))
+            for i, (a, b) in enumerate(places):
+                word = self.compared(cutlass.select_(odd, drawn[b], drawn[a]))
+                results[i] = _inserted(results[i], word, count - 1)
+        return results[0], results[1]
 
     def compared(self, word: Any) -> Any:
         """Return a word whose bit 7 of each byte is set if the byte is at least the threshold.
@@ -143,10 +143,16 @@ def pair_mask(first: Any, second: Any, byte: int) -> Any:
     return cute.arch.prmt(first, second, low | low << 4 | high << 8 | high << 12)
 
 
-def is_kept(word: Any, byte: int) -> Any:
-    """Return whether the element of a byte of a compared word is kept."""
-    bit = 1 << (8 * byte + 7)
-    return (word & Int32(bit - (1 << 32) * (byte == 3))) != 0
+def is_kept(words: Any, g: int, byte: int) -> Any:
+    """Return whether the element of a byte of call `g` is kept, see `DropoutState.collected`."""
+    return device.bit(words, 8 * byte + 7 - g)
+
+
+def _inserted(words: Any, word: Any, g: int) -> Any:
+    """Return `words` with the bits 7 of a compared word's bytes, `g` places further to the right."""
+    # an arithmetic shift, but the mask removes the copies of the sign
+    mask = (~SEVEN_BITS & 0xFFFFFFFF) >> g
+    return words | ((word >> g) & Int32(mask - (1 << 32) * (g == 0)))
 
 
 def _product(x: Any, factor: int) -> tuple[Any, Any]:

@@ -535,14 +535,14 @@ class Backward:
             self.release_last(last, v_empty)
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
         else:
+            groups = cute.size(mma.s) // 4
+            dropout = self.softmax.dropout(block, tile, groups)  # draws while S is computed
             warpgroup.wait_group(1)  # S is complete; dP runs during the exponentials
             factors = self.row_slopes.allocate(mma.s)
             self.softmax.compute_p(block, tile, mma.s, mma.s, p, factors)
-            groups = cute.size(mma.s) // 4
             entropy = self.softmax.entropy_factors(w.entropy_grads, block, tile, groups)
             warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
-            dropout = self.softmax.dropout(block, tile, groups)
             if factors is not None:
                 to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds, p, dropout)
             else:

@@ -86,7 +86,7 @@ class Hd256Consumer:
         dp: dP - delta, f32 [64, block_q / 2] / 128 threads.
         dq: a part of dQ, f32 [64, columns] / 128 threads.
         p: P, dtype [64, block_q / 2] / 128 threads.
-        words: int32 [words], the random bits of dropout, see `sm90.dropout`; None without dropout.
+        words: int32 [2], the random bits of dropout, see `sm90.dropout`; None without dropout.
     """
 
     mma: Hd256Mma
@@ -473,7 +473,7 @@ class BackwardHd256:
         p = cute.make_rmem_tensor(scores.layout, dtype)  # dtype [64, block_q / 2] / 128 threads
         words = None
         if c.with_dropout:
-            words = cute.make_rmem_tensor(cute.size(scores) // 4, Int32)
+            words = cute.make_rmem_tensor(2, Int32)
         # set once here: a value that is set in a helper cannot be used outside of its region
         for tiled_mma in overwrite:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)

@@ -18,8 +18,12 @@ from attnkit.templates.common.dropout import DropoutState, is_kept, pair_mask
 from attnkit.templates.sm90.backward_shared import load_pair
 
 
-def forward_words(state: DropoutState, row: Int32, column: Int32, groups: int) -> list[Any]:
-    """Return the two words of each group of 16 columns of a thread in the forward.
+def forward_words(
+    state: DropoutState, row: Int32, column: Int32, groups: int
+) -> tuple[Any, Any]:
+    """Return two words with a bit for each element of a thread in a kv block of the forward.
+
+    Shifted left by g, they are the two compared words of group g of 16 columns.
 
     Args:
         state: state of the dropout.
@@ -27,12 +31,12 @@ def forward_words(state: DropoutState, row: Int32, column: Int32, groups: int) -
         column: position of the thread's first column in a kv block, whose bits 0 and 3 are 0.
         groups: number of groups of 16 columns.
     """
-    return state.exchanged(
+    return state.collected(
         groups, (row & 1) != 0, ((0, 1), (2, 3)), lambda g: (row, column + 16 * g)
     )
 
 
-def drop_forward(words: list[Any] | None, packed: cute.Tensor) -> None:
+def drop_forward(words: tuple[Any, Any] | None, packed: cute.Tensor) -> None:
     """Set the elements of P that dropout drops to 0, in place; None for no dropout.
 
     Args:
@@ -43,7 +47,7 @@ def drop_forward(words: list[Any] | None, packed: cute.Tensor) -> None:
         return
     pairs = cute.recast_tensor(packed, Int32)
     for i in range(cute.size(pairs)):
-        first, second = words[i // 4]
+        first, second = (word << (i // 4) for word in words)
         pairs[i] = pairs[i] & pair_mask(first, second, (i & 1) + 2 * (i // 2 & 1))
 
 
@@ -68,37 +72,37 @@ class BackwardDropout:
         groups: int, words: cute.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._delta = delta
-        # of the first and of the second row of each pair, by group of 16 rows
-        self._words: list[tuple[Any, Any]] = []
+        # of the first and of the second row of each pair
+        self._words: tuple[Any, Any]
         if words is None:
-            self._words = state.exchanged(
+            self._words = state.collected(
                 groups // 2,
                 (column & 1) != 0,
                 ((0, 2), (1, 3)),
                 lambda g: (row + 16 * g, column),
             )
         else:
-            self._words = [(words[i], words[i + 1]) for i in range(0, groups, 2)]
+            self._words = words[0], words[1]
 
     def keep_words(self, to: cute.Tensor) -> None:
-        """Copy the random bits to registers, int32 [groups], for another object."""
-        for i in range(cute.size(to)):
-            to[i] = self._words[i // 2][i % 2]
+        """Copy the random bits to registers, int32 [2], for another object."""
+        to[0], to[1] = self._words
 
     def dp(self, i: int, low: Any, high: Any) -> tuple[Any, Any]:
         """Return dP, or dP - delta, of a pair; 0, or -delta, for an element that is dropped."""
         zero = Float32(0.0)
         dropped = (zero, zero) if self._delta is None else load_pair(self._delta, i // 4)
-        words, byte = self._words[i // 8], self._byte(i)
         low, high = (
-            cutlass.select_(is_kept(word, byte), x, other)
-            for word, x, other in zip(words, (low, high), (dropped[0], dropped[1]), strict=True)
+            cutlass.select_(is_kept(words, i // 8, self._byte(i)), x, other)
+            for words, x, other in zip(
+                self._words, (low, high), (dropped[0], dropped[1]), strict=True
+            )
         )
         return low, high
 
     def p(self, i: int, packed: Any) -> Any:
         """Return P of a pair, packed in 16-bit floats; 0 for an element that is dropped."""
-        return packed & pair_mask(*self._words[i // 8], self._byte(i))
+        return packed & pair_mask(*(word << (i // 8) for word in self._words), self._byte(i))
 
     def _byte(self, i: int) -> int:
         return (i // 4 & 1) + 2 * (i // 2 & 1)

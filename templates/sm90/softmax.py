@@ -224,11 +224,12 @@ class Softmax:
         """Return the sink that the epilogue of this work tile adds to its rows; None for none."""
         return own_sink(self.hooks.sink(site.tensors, site.h), split_slot)
 
-    def dropout_words(self, tile: TileValues, block: BlockValues) -> list[Any] | None:
+    def dropout_words(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any] | None:
         """Draw the random bits of a kv block, see `forward_words`; None without dropout."""
         if tile.dropout is None:
             return None
-        row, column = tile.first_row, block.start + tile.first_column
+        start, _, _ = self._positions(tile, kv_block)
+        row, column = tile.first_row, start + tile.first_column
         return forward_words(tile.dropout, row, column, self.config.block_kv // 16)
 
     def scale_survivors(self, captured: list, state: RowState) -> None:
