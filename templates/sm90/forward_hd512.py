@@ -150,7 +150,7 @@ class ForwardHd512:
                 ROW, (rows, c.block_kv, c.head_dim), dtype, c.warpgroups
             ),
             hopper_helpers.make_smem_layout_b(ROW, shape_qk, dtype, c.k_stages),
-            hopper_helpers.make_smem_layout_b(COLUMN, shape_pv, dtype, c.v_chunks),
+            hopper_helpers.make_smem_layout_b(COLUMN, shape_pv, dtype, c.v_stages),
         )
         q_layout, k_layout, v_layout = layouts
         load, one = cpasync.CopyBulkTensorTileG2SOp(), (None, None, 0)  # one stage of a layout

@@ -21,13 +21,13 @@ class Hd512Barriers(ForwardBarriers):
     @staticmethod
     def count_of(config: Hd512Config) -> int:
         """Return the number of mbarriers: a full and an empty one for each stage."""
-        return 2 * (1 + config.q_stages + config.k_stages + config.v_chunks)
+        return 2 * (1 + config.q_stages + config.k_stages + config.v_stages)
 
     @classmethod
     def of(cls, base: cute.Pointer, config: Hd512Config) -> Hd512Barriers:
         """Return the mbarriers, laid out in shared memory from address `base`."""
         rings = []
-        for stages in (1, config.q_stages, config.k_stages, config.v_chunks):
+        for stages in (1, config.q_stages, config.k_stages, config.v_stages):
             rings.append(Pipeline(base, base + stages, stages))
             base = base + 2 * stages
         return cls(*rings)
@@ -54,7 +54,8 @@ def chunk_place(ring: Pipeline, kv_pos: Int32, chunks: int, j: int) -> tuple[Any
     """Return the stage and the phase of a chunk.
 
     Args:
-        ring: the ring, with a stage for each chunk.
+        ring: the ring, with a stage for each chunk. The number of stages divides `chunks` or is a
+            power of two.
         kv_pos: position of the block among all blocks of the CTA.
         chunks: chunks of a block.
         j: number of the chunk in its block.

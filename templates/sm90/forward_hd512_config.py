@@ -14,10 +14,11 @@ class Hd512Config(ForwardConfig):
     """Holds the sizes and switches of the Hopper forward for head dims above 256.
 
     A CTA computes all of S and a part of the value columns. K and V of a block are loaded in
-    chunks: those of K are `k_chunk` columns of all its keys, those of V are `v_chunk` keys.
+    chunks: those of K are `k_chunk` columns of all its keys, those of V are `v_chunk` of its keys.
 
     Attributes:
         head_dim: head dim of query and key as the kernel computes it: 128, 256, 384, 512 or 576.
+        block_kv: kv columns of a block, 32 or 64.
         head_dim_v: value columns of a part, padded to 64, 96, 128, 192 or 256.
         value_parts: parts of the value columns, 1 or 2. Another CTA computes each part.
     """
@@ -26,9 +27,14 @@ class Hd512Config(ForwardConfig):
     value_parts: int = 1
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a consumer warpgroup and of the producer warpgroup."""
+        return (232, 40) if self.head_dim_v > 192 else (208, 88)
+
+    @property
     def k_chunk(self) -> int:
         """Columns of a K chunk."""
-        return 192 if self.head_dim == WIDEST else 128
+        return 96 if self.head_dim == WIDEST else 128
 
     @property
     def k_chunks(self) -> int:
@@ -37,18 +43,27 @@ class Hd512Config(ForwardConfig):
 
     @property
     def k_stages(self) -> int:
-        """Stages of the K ring, each for one chunk; a power of two."""
-        return 2 if self.head_dim == WIDEST else 4
+        """Stages of the K ring, each for one chunk: as many as fit in shared memory.
 
-    @property
-    def v_chunks(self) -> int:
-        """Chunks of a V block, and stages of the V ring."""
-        return 2
+        From 384 columns on the stages divide the chunks, so that the stage of a chunk is known at
+        compile time. Otherwise they are a power of two.
+        """
+        return 3 if self.head_dim in (384, WIDEST) else 4
 
     @property
     def v_chunk(self) -> int:
         """Keys of a V chunk."""
-        return self.block_kv // self.v_chunks
+        return 32
+
+    @property
+    def v_chunks(self) -> int:
+        """Chunks of a V block."""
+        return self.block_kv // self.v_chunk
+
+    @property
+    def v_stages(self) -> int:
+        """Stages of the V ring, each for one chunk; a power of two."""
+        return 2
 
     @property
     def k_bytes(self) -> int:
@@ -63,5 +78,5 @@ class Hd512Config(ForwardConfig):
     @property
     def smem_bytes(self) -> int:
         """Shared memory bytes per CTA: Q, the K and V rings, barriers and records."""
-        rings = self.k_stages * self.k_bytes + self.v_chunks * self.v_bytes
+        rings = self.k_stages * self.k_bytes + self.v_stages * self.v_bytes
         return self.q_bytes + rings + SMEM_ALIGNMENT
