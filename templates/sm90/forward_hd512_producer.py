@@ -66,7 +66,9 @@ class Hd512Producer(Producer):
         batch = next_tile[WorkItem.BATCH]
         while batch >= 0:
             head, q_block = next_tile[WorkItem.HEAD], next_tile[WorkItem.Q_BLOCK]
-            split_slot, part = next_tile[WorkItem.SPLIT_SLOT], next_tile[ITEM_WORDS]
+            split_slot, part = next_tile[WorkItem.SPLIT_SLOT], Int32(0)
+            if const_expr(self.config.value_parts > 1):
+                part = next_tile[ITEM_WORDS]
             cursors = [tuple(next_tile[first + i] for i in range(3)) for first in CURSORS]
             num_masked = next_tile[WorkItem.NUM_MASKED]
             left_of_tile = cursors[0][2] + cursors[1][2]
