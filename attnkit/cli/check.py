@@ -49,6 +49,12 @@ def register(subparsers: Subparsers) -> None:
         "--dtype", type=dtypes, metavar="D,...", help=f"of {DTYPE_NAMES}; default all"
     )
     parser.add_argument(
+        "--normalization",
+        default="softmax",
+        metavar="N",
+        help="softmax (the default, which draws softmax1 too), softmax1, sigmoid or none",
+    )
+    parser.add_argument(
         "--examples", type=size, default=40, metavar="N", help="number of random calls; default 40"
     )
     parser.add_argument(
@@ -73,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
             examples=options.examples,
             seed=options.seed,
             device=options.device,
+            normalization=options.normalization,
             progress=lambda done, total: line.show(f"{done} of {total} calls"),
         )
     except CheckError as error:

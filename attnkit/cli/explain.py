@@ -47,6 +47,16 @@ def register(subparsers: Subparsers) -> None:
         help=f"one of {DTYPE_NAMES}; default bfloat16",
     )
     parser.add_argument(
+        "--normalization",
+        default="softmax",
+        metavar="N",
+        help="what makes the weights: softmax (default), softmax1, sigmoid or none",
+    )
+    parser.add_argument("--sink", action="store_true", help="a softmax with an attention sink")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight"
+    )
+    parser.add_argument(
         "--arch",
         metavar="A",
         help="predict the kernel for this architecture, such as sm_100a: roles, tensor memory, "
@@ -88,6 +98,9 @@ def run(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         sms=options.sms,
         arch=options.arch,
+        normalization=options.normalization,
+        sink=torch.zeros(heads, device=options.device) if options.sink else None,
+        dropout_p=options.dropout,
     )
     print(explanation)
     if options.arch is not None and options.backward:

@@ -15,7 +15,7 @@ from attnkit.errors import FunctionError, OptionError
 from attnkit.flex.block_mask import BlockMask
 from attnkit.runtime.call import AttentionCall
 from attnkit.runtime.dropout import state_of
-from attnkit.runtime.normalization import check_dropout, resolve
+from attnkit.runtime.normalization import resolve
 from attnkit.util.arguments import refuse_script
 from attnkit.util.tensor_cache import VersionedCache
 from attnkit.util.torch_private import flex_parts
@@ -280,7 +280,6 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
         options.get("normalization", "softmax"), options.get("sink"), *asked
     )
     options["dropout"] = state_of(options.pop("dropout_p", 0.0), query)
-    check_dropout(options["dropout"], options["normalization"])
     call = AttentionCall(*stand_ins, *arguments, **options)  # type: ignore[arg-type]
     call.check()
     for name, t in (("key", key), ("value", value)):
@@ -297,4 +296,6 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **op
     lse = max_scores.clone()
     if (sink := call.sink) is not None:  # a sink of -inf is none: it gets the gradient 0
         lse = torch.where(sink == -torch.inf, -torch.inf, sink)[:, None].to(stats).expand(rows)
-    return call.results(out, lse.contiguous(), max_scores, torch.zeros_like(max_scores) + none)
+    sums = torch.zeros(*query.shape[:2], key.shape[2], dtype=stats, device=query.device) + none
+    entropy = torch.zeros_like(max_scores) + none
+    return call.results(out, lse.contiguous(), max_scores, entropy, sums)

@@ -28,7 +28,9 @@ from attnkit.inspection.forecast import (
 )
 from attnkit.inspection.summary import summarize
 from attnkit.inspection.throughput import BlockClocks, backward_block_clocks, forward_block_clocks
+from attnkit.inspection.weights import describe_weights
 from attnkit.runtime.call import AttentionCall
+from attnkit.runtime.normalization import resolve
 from attnkit.runtime.prepare import prepare
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.plan import Plan
@@ -46,8 +48,9 @@ from attnkit.splice.kernel_layout import Layout
 from attnkit.tracing.float64_checks import compute_dtype
 from attnkit.tracing.mask import noop_mask
 from attnkit.tracing.tracer import Traced
-from attnkit.util.arguments import check_dtype, check_size, shown
+from attnkit.util.arguments import AuxRequest, check_aux, check_dtype, check_size, shown
 from attnkit.util.devices import resolve_device
+from attnkit.util.dropout import threshold_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class Explanation:
         variant: the variant.
         dtype: of query, key and value.
         lists_override_mask: whether block lists override the mask function.
+        normalization, dropout_p: as in `flex_attention`.
+        has_sink: whether there is an attention sink.
+        aux: which auxiliary outputs the call returns; None for none.
     """
 
     score: Traced | None
@@ -79,12 +85,22 @@ class Explanation:
     variant: Variant | None = None
     dtype: torch.dtype = torch.bfloat16
     lists_override_mask: bool = False
+    normalization: str = "softmax"
+    has_sink: bool = False
+    dropout_p: float = 0.0
+    aux: AuxRequest | None = None
+
+    @property
+    def weights(self) -> str:
+        """Format what makes the weights of the modified scores, and what the statistics cost."""
+        return describe_weights(self.normalization, self.has_sink, self.dropout_p, self.aux)
 
     @property
     def formula(self) -> str:
         """Format the traced functions, one on each line."""
         lines = [str(t) for t in (self.score, self.mask) if t is not None]
-        return "\n".join(lines) or "softmax attention, no score_mod, no mask"
+        kind = "" if self.normalization in ("sigmoid", "none") else "softmax "
+        return "\n".join(lines) or f"{kind}attention, no score_mod, no mask"
 
     @property
     def derivative(self) -> str:
@@ -200,7 +216,9 @@ class Explanation:
         program = Program(
             None if self.score is None else self.score.root,
             lists_override_mask=self.lists_override_mask,
-        )
+            normalization="softmax" if self.normalization == "softmax1" else self.normalization,
+            dropout=bool(self.dropout_p),
+        ).weights
         return with_tables(program) if self._has_tables else program
 
     @functools.cached_property
@@ -319,8 +337,10 @@ class Explanation:
 
     def __str__(self) -> str:
         batch, heads, q_len, kv_len = self.lengths
+        shown = {} if self.weights == describe_weights() else {"weights": self.weights}
         sections = {
             "formula": self.formula,
+            **shown,
             "derivative": self.derivative,
             "staging": self.staging,
             f"tiles (B={batch} H={heads} Sq={q_len} Skv={kv_len})": self.tiles,
@@ -372,6 +392,10 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     sms: int | None = None,
     arch: str | None = None,
+    normalization: str = "softmax",
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_aux: AuxRequest | None = None,
 ) -> Explanation:
     """Explain what a variant computes and how it would run, without computing attention.
 
@@ -398,7 +422,10 @@ def explain(
         sms: number of SMs of the predicted schedule. None takes the number of SMs of the GPU with
             architecture `arch`, an H200 or a B200, or of an H200 if there is no such GPU.
         arch: predict the kernel for this architecture, such as "sm_100a". Printing the explanation
-            then executes a tile of the kernel in the emulator, which takes up to a minute.
+            then executes a tile of the kernel in the emulator, which takes up to a minute. It is
+            the kernel of a softmax without dropout, and no other is predicted.
+        normalization, sink, dropout_p, return_aux: see `flex_attention`. The plan depends on the
+            first and the third. No random number is drawn.
 
     Returns:
         The explanation. Print it to read the report.
@@ -421,6 +448,8 @@ def explain(
     )
     functions = variant.score_mod, variant.mask
     options: dict[str, Any] = {"kernel_options": kernel_options, "backend": backend}
+    options["return_aux"] = return_aux
+    options |= _weight_options(query, normalization, sink, dropout_p, return_aux, arch)
     preparation = prepare(AttentionCall(query, key, key, *functions, **options), launchable=False)
     bound = preparation.bound
     return Explanation(
@@ -435,7 +464,32 @@ def explain(
         variant=variant,
         dtype=dtype,
         lists_override_mask=bound.program.lists_override_mask,
+        normalization=normalization,
+        has_sink=sink is not None,
+        dropout_p=dropout_p,
+        aux=None if return_aux is None else check_aux(False, return_aux),
     )
+
+
+def _weight_options(
+    query: Tensor, normalization: Any, sink: Any, dropout_p: Any, return_aux: Any, arch: str | None
+) -> dict[str, Any]:
+    """Check what makes the weights; return the arguments of `AttentionCall` that say so.
+
+    Raises:
+        OptionError, ConflictError, ArgumentError: as `flex_attention` raises them; or a kernel is
+            to be predicted that is not one of a softmax without dropout.
+    """
+    kind, sink = resolve(normalization, sink, query, False, return_aux)
+    state = None
+    if threshold_of(dropout_p):  # a plan depends only on whether there is a state
+        state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    if arch is not None and (kind != "softmax" or state is not None):
+        raise OptionError(
+            f"arch={arch!r} predicts the kernel of a softmax without dropout, got normalization="
+            f"{normalization!r} and dropout_p={dropout_p}; leave arch out"
+        )
+    return {"normalization": kind, "sink": sink, "dropout": state}
 
 
 def _without_memory(

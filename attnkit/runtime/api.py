@@ -20,6 +20,8 @@ from attnkit.util.torch_private import in_autocast
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from attnkit.runtime.prepared_call import PreparedCall
+    from attnkit.splice import ForwardInputs, ForwardOutputs
     from attnkit.util.arguments import CallOptions
 
 _log = logging.getLogger("attnkit.runtime")
@@ -150,7 +152,8 @@ def flex_attention(
         return_lse: whether to also return the LSE, [B, Hq, Sq], natural logarithm.
         kernel_options: BLOCK_M and BLOCK_N set the tile sizes for a mask given as a function. Other
             options of FlexAttention are accepted and ignored.
-        return_aux: which auxiliary outputs to return, as an alternative to return_lse.
+        return_aux: which auxiliary outputs to return, as an alternative to return_lse. All but
+            `column_sums`, which take a second pass over the scores, come from the same pass.
         backend: "auto" (the GPU kernel if one supports this call, else "cpu"), "cpu" (torch
             operators over the tiles that the mask keeps, any device), "eager" (dense reference),
             "cute" (the GPU kernel or an error: Hopper or Blackwell, float16 or bfloat16), "emulate"
@@ -169,9 +172,10 @@ def flex_attention(
             every head, which excludes `sink`; "sigmoid", a sigmoid of each score (a bias such as
             -log(n) belongs in score_mod); "none", the score itself (linear attention). The last two
             give masked scores the weight 0 and have neither a sink nor an LSE or other statistics.
-        dropout_p: probability of dropping an element of the softmax, in [0, 1), rounded to a
-            multiple of 1 / 256. Elements that are kept are divided by the probability of keeping
-            one. LSE and statistics do not change. Random bits come from torch's generator of the
+        dropout_p: probability of dropping a weight (an element of the softmax), in [0, 1), rounded
+            to a multiple of 1 / 256. Weights that are kept are divided by the probability of
+            keeping one. LSE and statistics do not change. With "sigmoid" and "none" torch operators
+            run the call. Random bits come from torch's generator of the
             device; they do not depend on the backend (docs/tutorials/dropout.md).
 
     Returns:
@@ -197,10 +201,8 @@ def flex_attention(
     dropout = None
     if dropout_p is not _NO_DROPOUT:  # identity, as above
         from attnkit.runtime.dropout import state_of  # which most calls do not need
-        from attnkit.runtime.normalization import check_dropout
 
         dropout = state_of(dropout_p, query)
-        check_dropout(dropout, normalization)
     compiling = torch.compiler.is_compiling()  # or exporting
     if not compiling and kernel_options is None and return_aux is None:
         relaunched = reuse.try_fast_path(
@@ -252,8 +254,11 @@ def flex_attention(
         return _first_call(call)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("reused the preparation of an earlier call, %s", call.described())
-    result = torch_ops.run(prepared, call.inputs(call_key.captured))
-    if return_aux is None and (scale is None or scale > 0):
+    inputs = call.inputs(call_key.captured)
+    result = torch_ops.run(prepared, inputs)
+    if return_aux is not None:
+        return _with_statistics(call, prepared, inputs, result)
+    if scale is None or scale > 0:
         reuse.remember(call, call_key, prepared)
     return call.results(*result)
 
@@ -265,7 +270,8 @@ def _first_call(call: AttentionCall) -> Any:
     """Slow path: prepare a call, run it, and cache the prepared call if it has a key."""
     preparation = prepare(call)
     prepared, captured = preparation.call, preparation.bound.captured
-    result = torch_ops.run(prepared, call.inputs(captured))
+    inputs = call.inputs(captured)
+    result = torch_ops.run(prepared, inputs)
     call_key = None if prepared.is_dense else reuse.key_of(call)
     if call_key is not None and call_key.fits(prepared, captured):
         reuse.store(call_key, prepared)
@@ -274,4 +280,17 @@ def _first_call(call: AttentionCall) -> Any:
 
         why = reuse.reason_without_key(call)
         once(_log, f"a call is prepared again each time, {call.described()}: {why}")
+    if call.return_aux is not None:
+        return _with_statistics(call, prepared, inputs, result)
     return call.results(*result)
+
+
+def _with_statistics(
+    call: AttentionCall, prepared: PreparedCall, inputs: ForwardInputs, result: ForwardOutputs
+) -> Any:
+    """Return the output and the statistics that `call.return_aux` asks for."""
+    if not getattr(call.return_aux, "column_sums", False):
+        return call.results(*result)
+    from attnkit.runtime.column_sums import column_sums  # which most calls do not need
+
+    return call.results(*result, column_sums(prepared, inputs, result[1]))

@@ -115,7 +115,12 @@ class AttentionCall:
         return ForwardInputs(self.query, self.key, self.value, captured, scale)
 
     def results(
-        self, out: Tensor, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+        self,
+        out: Tensor,
+        lse: Tensor,
+        max_scores: Tensor | None,
+        entropy: Tensor | None,
+        column_sums: Tensor | None = None,
     ) -> Any:
         """Return out, (out, LSE) or (out, AuxOutput), as `return_lse` and `return_aux` request.
 
@@ -124,11 +129,12 @@ class AttentionCall:
             lse: [B, Hq, Sq], natural logarithm.
             max_scores: [B, Hq, Sq]; None if the call does not return them.
             entropy: [B, Hq, Sq]; None if the call does not return it.
+            column_sums: [B, Hq, Skv]; None if the call does not return them.
         """
         if self.return_aux is None:
             return (out, lse) if self.return_lse else out
         aux = check_aux(self.return_lse, self.return_aux)
-        return out, AuxOutput.of(aux, lse, max_scores, entropy)
+        return out, AuxOutput.of(aux, lse, max_scores, entropy, column_sums)
 
 
 def under_autocast(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:

@@ -56,21 +56,6 @@ def resolve(
     return kind, None
 
 
-def check_dropout(dropout: Tensor | None, normalization: str) -> None:
-    """Raise a ConflictError if a call has dropout, of which `dropout` is the state, but no softmax.
-
-    Args:
-        dropout: the state of dropout; None for none.
-        normalization: the kind that `resolve` returns.
-    """
-    if dropout is not None and normalization != "softmax":
-        raise ConflictError(
-            f"dropout_p and normalization={normalization!r} were both given, and attnkit drops "
-            "elements of a softmax only; drop one of them, or apply torch.nn.functional.dropout to "
-            "the output"
-        )
-
-
 def _sink_of_softmax1(sink: Any, query: Any) -> Any:
     if sink is not None:
         raise ConflictError(

@@ -13,7 +13,7 @@ from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
 from attnkit.runtime.call import AttentionCall, CallSettings
-from attnkit.runtime.prepared_call import PreparedCall
+from attnkit.runtime.prepared_call import ColumnSums, PreparedCall
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.schedule import plan as plans
 from attnkit.schedule.plan import Plan
@@ -27,6 +27,7 @@ from attnkit.splice import (
     forward_checks,
     prepare_forward,
 )
+from attnkit.tracing.tracer import Traced
 from attnkit.util import devices
 from attnkit.util.torch_private import is_intercepted
 
@@ -95,6 +96,7 @@ def prepare(
     prepared.launches_check = guard.on_gpu and not forward_checks(kernel_call)
     if plan.template == "eager":
         prepared.attention, prepared.is_dense = _dense(bound, kernel_call), True
+        prepared.column_sums = _dense_column_sums(bound, kernel_call)
     elif launchable:
         inputs = call.inputs(bound.captured)
         scores, masks = inputs.captured
@@ -119,7 +121,7 @@ def _plan(
         notes=settings.notes,
         call=_plan_facts(call, settings, variant),
     )
-    reason = _reason_against_kernel(plan, backend, variant, unproven, query.device)
+    reason = _reason_against_kernel(plan, call, variant, unproven)
     if reason:
         if backend != "auto":
             raise plans.no_kernel_error(backend, reason)
@@ -159,11 +161,7 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
 
 
 def _reason_against_kernel(
-    plan: Plan,
-    backend: str,
-    variant: TracedVariant,
-    unproven: frozenset[Node],
-    device: torch.device,
+    plan: Plan, call: AttentionCall, variant: TracedVariant, unproven: frozenset[Node]
 ) -> str:
     """Return the reason why the GPU kernel of a plan must not be used; "" if it may be used."""
     target = of_template(plan.template)
@@ -174,24 +172,28 @@ def _reason_against_kernel(
             "an index of a captured tensor could not be proven to stay inside it, and a kernel does "
             "not check indices; write the index so that its range shows, with clamp for example"
         )
+    if call.dropout is not None and call.normalization != "softmax":
+        return (
+            f"with normalization={call.normalization!r} no kernel has dropout; leave dropout_p out to "
+            "take a kernel"
+        )
     if variant.mask is not None and computes_float64(variant.mask.root):
         return (
             "the mask computes in float64, and a kernel in float32; write .float() where float32 "
             "will do"
         )
-    if backend != "auto":
+    if call.backend != "auto":
         return ""
     from attnkit.runtime import hardware_gate  # imports `jit`, which only GPU calls need
 
-    return hardware_gate.reason_against(target, device)
+    return hardware_gate.reason_against(target, call.query.device)
 
 
 def _dense(bound: Bound, call: KernelCall) -> Attention:
     """Return a forward function that runs the dense reference on the graphs in `bound`.
 
     `call` says whether the captured tensors end with the state of dropout and a sink, what makes
-    the weights, and what to
-    return.
+    the weights, and what to return.
     """
     from attnkit.runtime import reference  # which other backends do not need
 
@@ -199,9 +201,7 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
         query: Tensor, key: Tensor, value: Tensor, captured: Captured, scale: float
     ) -> ForwardOutputs:
         with torch.autocast(query.device.type, enabled=False):
-            mask, allowed = bound.mask, _allowed(bound, query, key)
-            if allowed is not None:
-                mask = None
+            mask, allowed = _dense_mask(bound, query, key)
             scores, sink = call.program.split_sink(captured.scores)
             _, dropout = call.program.split_dropout(scores)
             return reference.attention(
@@ -219,6 +219,33 @@ def _dense(bound: Bound, call: KernelCall) -> Attention:
             )
 
     return attention
+
+
+def _dense_column_sums(bound: Bound, call: KernelCall) -> ColumnSums:
+    """Return a function that sums the weights of each key with the dense reference."""
+    from attnkit.runtime import reference  # which other backends do not need
+
+    def column_sums(query: Tensor, key: Tensor, captured: Captured, scale: float) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            mask, allowed = _dense_mask(bound, query, key)
+            return reference.column_sums(
+                query,
+                key,
+                bound.score,
+                mask,
+                scale=scale,
+                allowed=allowed,
+                sink=call.program.split_sink(captured.scores)[1],
+                normalization=call.program.normalization,
+            )
+
+    return column_sums
+
+
+def _dense_mask(bound: Bound, query: Tensor, key: Tensor) -> tuple[Traced | None, Tensor | None]:
+    """Return what the dense reference applies: the mask_mod, or what block lists allow."""
+    allowed = _allowed(bound, query, key)
+    return (bound.mask if allowed is None else None), allowed
 
 
 def _allowed(bound: Bound, query: Tensor, key: Tensor) -> Tensor | None:

@@ -9,13 +9,16 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from attnkit.runtime.data_guard import DataGuard
-from attnkit.splice import Attention, BackwardInputs, KernelCall
+from attnkit.splice import Attention, BackwardInputs, Captured, KernelCall
 
 # Function that relaunches a backward on query, key, value, out, gradient of out, LSE, captured
 # tensors, and the gradient of the LSE if there is one. It returns the gradients of query, key and
 # value, and the float32 gradients that the score's tensors need. It returns None, without side
 # effects, if a relaunch is impossible.
 BackwardRelaunch: TypeAlias = Callable[[Sequence[Tensor]], list[Tensor] | None]
+
+# Query, key, captured tensors, scale -> the sums of the weights of each key, [B, Hq, Skv].
+ColumnSums: TypeAlias = Callable[[Tensor, Tensor, Captured, float], Tensor]
 
 
 class BackwardCache(Protocol):
@@ -51,6 +54,8 @@ class PreparedCall:
         attention: function that runs the forward; None until it is prepared.
         is_dense: whether `attention` is the dense reference, which autograd itself differentiates.
         launches_check: whether `guard.check` has to run before each forward.
+        column_sums: function that sums the weights of each key in the dense reference; None for
+            other backends, where `runtime.column_sums` does.
     """
 
     kernel_call: KernelCall
@@ -59,3 +64,4 @@ class PreparedCall:
     attention: Attention | None = None
     is_dense: bool = False
     launches_check: bool = False
+    column_sums: ColumnSums | None = None

@@ -7,7 +7,7 @@ shares the graph evaluator with the other backends, but no code for tiles, plans
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def attention(
         allowed: bool tensor, broadcastable to [B, Hq, Sq, Skv]; scores where it is False are masked
             too.
         sink: [Hq], one more logit in the denominator of each row; None for none.
-        dropout: the state of `draw_state`; None to drop no element of the softmax.
+        dropout: the state of `draw_state`; None to drop no weight.
         need_entropy: whether to also return the entropies of the rows.
         normalization: "softmax"; or "sigmoid" or "none", with which LSE and row maxima are zeros
             that mean nothing.
@@ -59,9 +59,56 @@ def attention(
         has output 0, LSE -inf (the sink, if there is one), row maximum -inf, entropy 0 and zero
         gradients.
     """
+    scores = _masked_scores(query, key, score, mask, scale, allowed, normalization)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    dtype, shape = scores.dtype, (*query.shape[:3], key.shape[2])
+    factors = None if dropout is None else _survivors(dropout, shape, dtype)
+    if normalization != "softmax":
+        rows = scores.new_zeros(shape[:3])
+        weights = scores if factors is None else scores * factors
+        return weights.to(query.dtype) @ value, rows, rows.clone(), None
+    logit = None if sink is None else sink.to(dtype)[:, None, None]
+    return _softmax_times(scores, value, query.dtype, logit, factors, need_entropy)
+
+
+def column_sums(
+    query: Tensor,
+    key: Tensor,
+    score: Traced | None = None,
+    mask: Traced | None = None,
+    *,
+    scale: float | None = None,
+    allowed: Tensor | None = None,
+    sink: Tensor | None = None,
+    normalization: str = "softmax",
+) -> Tensor:
+    """Sum the weights of each key over the queries; see `attention` for the arguments.
+
+    Returns:
+        [B, Hq, Skv] in the compute dtype. Fully masked rows add 0.
+    """
+    scores = _masked_scores(query, key, score, mask, scale, allowed, normalization)
+    if normalization != "softmax":
+        return scores.sum(dim=2)
+    return _softmax(scores, None if sink is None else sink.to(scores.dtype)[:, None, None]).p.sum(2)
+
+
+def _masked_scores(
+    query: Tensor,
+    key: Tensor,
+    score: Traced | None,
+    mask: Traced | None,
+    scale: float | None,
+    allowed: Tensor | None,
+    normalization: str,
+) -> Tensor:
+    """Return the modified scores [B, Hq, Sq, Skv] in the compute dtype.
+
+    Masked scores are -inf. Without a softmax they are 0, and sigmoids take the place of the others
+    if that is the normalization.
+    """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    heads = query.shape[1]
-    key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.transpose(-2, -1)).to(dtype) * scale
     env = positions((*query.shape[:3], key.shape[2]), query.device)
@@ -78,13 +125,7 @@ def attention(
         scores = torch.where(keep, scores, masked)
     if allowed is not None:
         scores = torch.where(allowed, scores, masked)
-    shape = (*query.shape[:3], key.shape[-2])
-    if normalization != "softmax":
-        rows = scores.new_zeros(shape[:3])
-        return scores.expand(shape).to(query.dtype) @ value, rows, rows.clone(), None
-    logit = None if sink is None else sink.to(dtype)[:, None, None]
-    factors = None if dropout is None else _survivors(dropout, shape, dtype)
-    return _softmax_times(scores.expand(shape), value, query.dtype, logit, factors, need_entropy)
+    return scores.expand(*query.shape[:3], key.shape[-2])
 
 
 def dense_mask(mask: Traced, query: Tensor, key: Tensor) -> Tensor:
@@ -119,6 +160,41 @@ def _softmax_times(
     `sink` is [Hq, 1, 1] or None. `factors` of the softmax are [B, Hq, Sq, Skv] or None. The output
     and the entropy of masked rows are 0.
     """
+    found = _softmax(scores, sink)
+    p, base, safe, masked = found.p, found.base, found.safe, found.masked
+    out = (p if factors is None else p * factors).to(dtype) @ value
+    # a row without keys has zero gradients if its LSE is -inf
+    empty = -math.inf if sink is None else torch.where(sink == -math.inf, -math.inf, sink)
+    lse = torch.where(masked, empty, base + torch.log(safe))
+    entropy = None
+    if need_entropy:
+        parts = [(p, scores - base)]
+        if sink is not None:
+            parts.append((torch.exp(sink - base) / safe, sink - base))
+        entropy = torch.where(masked, 0.0, _entropy(torch.log(safe), parts)).squeeze(-1)
+    return out, lse.squeeze(-1), found.row_max.squeeze(-1), entropy
+
+
+class _Softmax(NamedTuple):
+    """Holds a dense softmax.
+
+    Attributes:
+        p: [B, Hq, Sq, Skv], the softmax, 0 in masked rows.
+        row_max: [B, Hq, Sq, 1], the largest score of each row; also of this shape are
+        base: what is subtracted from the scores of a row.
+        safe: the sum of exp(score - base) over the keys and the sink, 1 in masked rows.
+        masked: whether a row has no keys.
+    """
+
+    p: Tensor
+    row_max: Tensor
+    base: Tensor
+    safe: Tensor
+    masked: Tensor
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> _Softmax:
+    """Compute the softmax of scores [B, Hq, Sq, Skv]; `sink` is [Hq, 1, 1] or None."""
     row_max = scores.detach().amax(dim=-1, keepdim=True)
     top = row_max if sink is None else torch.maximum(row_max, sink.detach())
     base = torch.where(top == -math.inf, 0.0, top)
@@ -129,18 +205,7 @@ def _softmax_times(
     safe = torch.where(masked, 1.0, total)
     # a sum over no keys is 0, whatever the sink
     weights = weights if sink is None else weights.masked_fill(masked, 0.0)
-    softmax = weights / safe
-    out = (softmax if factors is None else softmax * factors).to(dtype) @ value
-    # a row without keys has zero gradients if its LSE is -inf
-    empty = -math.inf if sink is None else torch.where(sink == -math.inf, -math.inf, sink)
-    lse = torch.where(masked, empty, base + torch.log(safe))
-    entropy = None
-    if need_entropy:
-        parts = [(weights / safe, scores - base)]
-        if sink is not None:
-            parts.append((torch.exp(sink - base) / safe, sink - base))
-        entropy = torch.where(masked, 0.0, _entropy(torch.log(safe), parts)).squeeze(-1)
-    return out, lse.squeeze(-1), row_max.squeeze(-1), entropy
+    return _Softmax(weights / safe, row_max, base, safe, masked)
 
 
 def _entropy(log_sum: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -312,7 +312,7 @@ def _backward_of(
             ),
             torch.zeros(1, dtype=torch.int64, device="cpu"),
             scores,
-            [_detached(t) for t in masks],
+            [detached(t) for t in masks],
             runs,
             layout,
             [],
@@ -359,7 +359,7 @@ def run(prepared: PreparedCall, inputs: ForwardInputs) -> ForwardOutputs:
             key,
             value,
             list(scores),
-            [_detached(t) for t in masks],
+            [detached(t) for t in masks],
             runs,
             layout,
             [],
@@ -422,7 +422,7 @@ def _refuse_inference_tensors(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def _detached(t: Tensor) -> Tensor:
+def detached(t: Tensor) -> Tensor:
     """Return `t` detached if it requires grad, else `t` itself, since caches compare identity."""
     return t.detach() if t.requires_grad else t
 

@@ -11,6 +11,8 @@ from attnkit.schedule.targets import SM90, SM100
 
 # Head dims that GPU kernels compute; others are padded with zeros.
 HEAD_DIMS = (64, 96, 128, 192, 256)
+# Head dims of query and key where a kernel for head dims above 256 computes them.
+_WIDE_HEAD_DIMS = (128, 256, 384, 512, 576)
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Kernel:
         lacks_o_smem: whether shared memory has no room for both the output tile and the query tile.
         softmax, double_buffer_p: see the `ForwardConfig` of the Hopper template.
         ctas: CTAs that share the products of a query tile.
+        value_parts: CTAs that each compute one part of the value columns of a query tile.
     """
 
     block: tuple[int, int]
@@ -29,6 +32,7 @@ class Kernel:
     softmax: str = "delayed-max"
     double_buffer_p: bool = True
     ctas: int = 1
+    value_parts: int = 1
 
 
 Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]
@@ -47,12 +51,16 @@ _SM90: Table = (
         256,
         (Kernel((128, 80), lacks_o_smem=True), Kernel((128, 64), lacks_o_smem=True, **_LATE)),
     ),
+    (576, 256, (Kernel((128, 64), lacks_o_smem=True),)),
+    (576, 512, (Kernel((128, 64), lacks_o_smem=True, value_parts=2),)),
 )
 # A score_mod needs registers for its own values, so the largest tiles would spill.
 _SM90_MODDED: Table = (
     (64, 64, (Kernel((128, 128)), Kernel((128, 64)))),
     *_SM90[1:4],
     (256, 256, (Kernel((128, 64), lacks_o_smem=True, **_LATE),)),
+    (576, 256, (Kernel((128, 64), lacks_o_smem=True, **_LATE),)),
+    (576, 512, (Kernel((128, 64), lacks_o_smem=True, value_parts=2, **_LATE),)),
 )
 
 # A CTA takes two query tiles of 128 rows where tensor memory holds S and O of both. Pairs of CTAs
@@ -79,6 +87,20 @@ _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100
 def padded_head_dim(head_dim: int) -> int:
     """Return the smallest of `HEAD_DIMS` that is at least `head_dim`, to which kernels pad."""
     return next(w for w in HEAD_DIMS if head_dim <= w)
+
+
+def padded_head_dims(head_dims: tuple[int, int], value_parts: int = 1) -> tuple[int, int]:
+    """Return the head dims as a Hopper kernel computes them: of query and key, and of a value part.
+
+    Args:
+        head_dims: head dims of query and key, and of value.
+        value_parts: see `Kernel`.
+    """
+    head_dim, value_dim = head_dims
+    part = padded_head_dim(-(-value_dim // value_parts))
+    if max(head_dims) <= HEAD_DIMS[-1]:
+        return padded_head_dim(head_dim), part
+    return next(w for w in _WIDE_HEAD_DIMS if head_dim <= w), part
 
 
 def kernels(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,10 @@ SMALL = 1 << 14  # results with fewer elements are allocated: the heap has room 
 
 def _cast(x: Tensor, *, out: Tensor) -> Tensor:
     return out.copy_(x)
+
+
+def _adds_product(sign: int) -> Callable[..., Tensor]:
+    return functools.partial(torch.addcmul, value=sign)
 
 
 # Operators that can write a float result to a given tensor, which may be one of their arguments.
@@ -79,6 +85,33 @@ def _last_readers(roots: tuple[Node, ...]) -> dict[Node, tuple[Node, ...]]:
 caches.register(_last_readers.cache_clear)
 
 
+@functools.lru_cache(maxsize=1024)
+def _products(roots: tuple[Node, ...]) -> dict[Node, Node]:
+    """Return the products that a sum or difference may compute itself, by the node that does.
+
+    Nothing else reads such a product. A difference subtracts it.
+    """
+    nodes = ir.topo(*roots)
+    readers = Counter(argument for n in nodes for argument in n.args)
+    found: dict[Node, Node] = {}
+    for n in nodes:
+        if n.type == F32 and n.op in ("add", "sub"):
+            for argument in n.args[n.op == "sub" :]:
+                if argument.op == "mul" and readers[argument] == 1 and argument not in roots:
+                    found[n] = argument
+    return found
+
+
+caches.register(_products.cache_clear)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Holds the arguments of a product that its reader computes."""
+
+    values: Sequence[Tensor]
+
+
 class Values:
     """Evaluates graphs; keeps the memory of the results for the next evaluation."""
 
@@ -113,11 +146,19 @@ class Values:
         """
         self._free = list(self._buffers)
         self._own = {ir.arg(name): (env[name], None) for name in spent}
-        readers = _last_readers(tuple(roots))
+        readers, products = _last_readers(tuple(roots)), _products(tuple(roots))
+        later = set(products.values())
 
-        def operation(n: Node, args: Sequence[Tensor], of: torch.dtype) -> Tensor:
+        def operation(n: Node, args: Sequence[Any], of: torch.dtype) -> Any:
+            if n in later:
+                return _Factors(args)
             read = readers.get(n, ())
-            value = self._apply(n, args, of, read)
+            if n in products:
+                product = products[n]
+                read = tuple(m for m in read if m is not product) + readers.get(product, ())
+                value = self._apply_with_product(n, product, args, of, read)
+            else:
+                value = self._apply(n, args, of, read)
             for argument in read:
                 known = self._own.pop(argument, None)
                 if known is not None and known[1] is not None:
@@ -137,14 +178,61 @@ class Values:
                 if value is given:  # a conversion that changes nothing: two names of one memory
                     self._own.pop(argument, None)
             return value
-        for argument, given in zip(n.args, args, strict=True):
+        return self._write(n, n.args, args, dtype, read, _INTO[n.op])
+
+    def _apply_with_product(
+        self,
+        n: Node,
+        product: Node,
+        args: Sequence[Any],
+        dtype: torch.dtype,
+        read: Sequence[Node],
+    ) -> Tensor:
+        """Apply the sum or difference `n`, whose argument `product` is still to be computed.
+
+        One operator does both where the product is as large as the result: it reads and writes the
+        scores once less.
+        """
+        at = n.args.index(product)
+        a, b = args[at].values
+        other = args[1 - at]
+        shape = broadcast(other.shape, a.shape, b.shape)
+        if math.prod(shape) < SMALL or broadcast(a.shape, b.shape) != shape:
+            args = list(args)
+            args[at] = self._apply(product, (a, b), dtype, ())
+            return self._apply(n, args, dtype, ())
+        nodes, values = (n.args[1 - at], *product.args), (other, a, b)
+        sign = -1 if n.op == "sub" else 1
+        return self._write(n, nodes, values, dtype, read, _adds_product(sign))
+
+    def _write(
+        self,
+        n: Node,
+        nodes: Sequence[Node],
+        args: Sequence[Tensor],
+        dtype: torch.dtype,
+        read: Sequence[Node],
+        operator: Callable[..., Tensor],
+    ) -> Tensor:
+        """Write the result of `n` over an argument that nothing reads later, or into a buffer.
+
+        Args:
+            n: the node.
+            nodes: the nodes of the operator's arguments.
+            args: their values.
+            dtype: dtype of the result.
+            read: the nodes that nothing reads later.
+            operator: computes `n` from `args` into `out`.
+        """
+        shape = broadcast(*(a.shape for a in args))
+        for argument, given in zip(nodes, args, strict=True):
             fits = given.shape == shape and given.dtype == dtype
             if fits and argument in read and argument in self._own:
                 self._own[n] = self._own.pop(argument)
-                return _INTO[n.op](*args, out=given)
+                return operator(*args, out=given)
         like = next(a for a in args if a.ndim)
         buffer = self._take(math.prod(shape), like, dtype)
-        value = _INTO[n.op](*args, out=buffer[: math.prod(shape)].view(shape))
+        value = operator(*args, out=buffer[: math.prod(shape)].view(shape))
         self._own[n] = value, buffer
         return value
 

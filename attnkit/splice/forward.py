@@ -138,7 +138,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     template = forward_template(target)
     near = None if runs is None else near_runs(runs, query)
     chosen, _ = choose_kernel(head_dims, near, program, target, q_len)
-    workers = max(1, workers // chosen.ctas)
+    workers = max(1, workers // (chosen.ctas * chosen.value_parts))
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     scores, sink = program.split_sink(captured.scores)

@@ -11,13 +11,14 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.artifact import Build
-from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dim
+from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dims
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
 
 if TYPE_CHECKING:
     from attnkit.splice.kernel_layout import Layout
+    from attnkit.templates.sm90.config import ForwardConfig
 
 # Bound on |score| in log2 units below which the softmax needs no row maximum: float32 sums and
 # bfloat16 P can represent 2**48.
@@ -77,11 +78,16 @@ def config_of(
     need_entropy: bool,
     arch: str = "sm_90a",
 ) -> dict[str, Any]:
-    """Return the arguments of the `ForwardConfig` of `templates.sm90` for a variant."""
+    """Return the arguments of the `ForwardConfig` of `templates.sm90` for a variant.
+
+    Those for head dims above 256 are of an `Hd512Config`, see `settings_of`.
+    """
+    head_dim, head_dim_v = padded_head_dims(head_dims, kernel.value_parts)
+    wide = max(head_dims) > 256
     config: dict[str, Any] = {
         "dtype": dtype,
-        "head_dim": padded_head_dim(head_dims[0]),
-        "head_dim_v": padded_head_dim(head_dims[1]),
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
         "block_kv": kernel.block[1],
         "warpgroups": kernel.block[0] // 64,
         "softmax": kernel.softmax,
@@ -90,6 +96,8 @@ def config_of(
         "need_max": need_max,
         "need_entropy": need_entropy,
     }
+    if wide:
+        config["value_parts"] = kernel.value_parts
     if form.weight:
         # a second P buffer would serialise the products: no branch separates them from its writes
         kind = "sigmoid" if form.weight == "sigmoid" else "none"
@@ -107,9 +115,9 @@ def config_of(
             "exp_before_wait": True,
             "poly": 4,
         }
-    elif (form.slope is not None and config["head_dim"] > (64 if need_entropy else 128)) or (
-        need_entropy and kernel.block == WIDEST
-    ):
+    elif (
+        form.slope is not None and (wide or config["head_dim"] > (64 if need_entropy else 128))
+    ) or (need_entropy and (wide or kernel.block == WIDEST)):
         # the terms per column, or exponents, occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
@@ -117,15 +125,25 @@ def config_of(
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Return (rows, columns) of the kernel's output tile."""
-    return kernel.block[0], padded_head_dim(head_dims[1])
+    return kernel.block[0], kernel.value_parts * padded_head_dims(head_dims, kernel.value_parts)[1]
+
+
+def settings_of(config: dict[str, Any]) -> ForwardConfig:
+    """Return the config object of the kernel: an `Hd512Config` for head dims above 256."""
+    if "value_parts" in config:
+        from attnkit.templates.sm90.forward_hd512_config import Hd512Config
+
+        return Hd512Config(**config)
+    from attnkit.templates.sm90.config import ForwardConfig
+
+    return ForwardConfig(**config)
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
     """Return the warp roles and the memory layout of the kernel with this config."""
     from attnkit.splice.kernel_layout import Layout, Role
-    from attnkit.templates.sm90.config import ForwardConfig
 
-    settings = ForwardConfig(**config)
+    settings = settings_of(config)
     consumer, producer = settings.registers
     groups = range(settings.warpgroups)
     consumers = (Role(f"consumer {w}", range(4 + 4 * w, 8 + 4 * w), consumer) for w in groups)
@@ -142,14 +160,19 @@ def build(
 ) -> Build:
     """Build the forward kernel of a variant and the fake arguments to compile it with."""
     from attnkit.splice.fake_arguments import forward_arguments
-    from attnkit.templates.sm90.config import ForwardConfig
+
+    settings = settings_of(config)
+    columns = settings.head_dim_v * config.get("value_parts", 1)
+    tile, needed = (settings.block_q, columns), settings.need_entropy
+    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
+    hooks = variant.hooks(positive)
+    if "value_parts" in config:
+        from attnkit.templates.sm90.forward_hd512 import ForwardHd512
+
+        return Build(ForwardHd512(settings, hooks), arguments)
     from attnkit.templates.sm90.forward import Forward
 
-    settings = ForwardConfig(**config)
-    tile = settings.block_q, settings.head_dim_v
-    needed = settings.need_entropy
-    arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
-    return Build(Forward(settings, variant.hooks(positive)), arguments)
+    return Build(Forward(settings, hooks), arguments)
 
 
 FORWARD = ForwardTemplate(

@@ -17,6 +17,7 @@ from attnkit.schedule.plan import BACKENDS, choose, parse_backend
 from attnkit.testing.case import Case
 from attnkit.testing.passed_over import nan_scores, tested_gradients
 from attnkit.testing.quantities import (
+    THROUGH,
     DenseCall,
     Quantities,
     dense,
@@ -181,7 +182,7 @@ def backend_rows(
             rows += compared
             tested = tested or tested_gradients(gold, results, samples.results, case)
             rows.append(_masked_row(results, gold, kept, case, label))
-    lost = nan_scores(call) if gold["lse"].isnan().any() else ""
+    lost = nan_scores(call) if gold.get("lse", gold["out"]).isnan().any() else ""
     return Compared(rows, tested, lost)
 
 
@@ -208,18 +209,23 @@ def _masked_row(
 ) -> Row:
     """Check that fully masked rows and columns give exact zeros, -inf as maximum, and their LSE.
 
-    That LSE is -inf, or the sink if the case has one.
+    That LSE is -inf, or the sink if the case has one. Their entropy is 0.
     """
-    masked = gold["max_scores"] == -torch.inf
+    if "max_scores" in gold:
+        masked = gold["max_scores"] == -torch.inf
+    elif kept is not None:
+        masked = ~kept.expand(case.dense_shape).any(-1)
+    else:
+        masked = torch.zeros(gold["out"].shape[:3], dtype=torch.bool, device=gold["out"].device)
     wrong = (results["out"][masked] != 0).sum()
-    wrong += (results["max_scores"][masked] != -torch.inf).sum()
-    wrong += (results["lse"][masked] != gold["lse"][masked]).sum()
+    for name in set(gold).intersection(("lse", "max_scores", "entropy")):
+        wrong += (results[name][masked] != gold[name][masked]).sum()
     unused = torch.zeros(case.shapes[1][:3], dtype=torch.bool, device=masked.device)
     if kept is not None:
         seen = kept.expand(case.dense_shape).any(2)
         seen = seen.unflatten(1, (case.kv_heads, -1)).any(2)
         unused = ~(seen.any(0, keepdim=True) if case.kv_batch == 1 else seen)
-    for suffix in ("", " through lse"):
+    for suffix in (through for name, through in THROUGH.items() if name in case.results):
         wrong += (results["dquery" + suffix][masked] != 0).sum()
         for name in ("dkey", "dvalue"):
             wrong += (results[name + suffix][unused] != 0).sum()

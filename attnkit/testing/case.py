@@ -90,8 +90,9 @@ class Case:
         scale: factor on q k^T; 1 / sqrt(head_dim) if None.
         spread: standard deviation of query and key; large values give a peaked softmax.
         sink: whether each head has an attention sink, a random logit.
-        normalization: "softmax" or "softmax1" (then without a sink).
-        dropout_p: probability of dropping an element of the softmax.
+        normalization: as in `flex_attention`; all but "softmax" take no sink.
+        dropout_p: probability of dropping a weight.
+        statistics: whether to compare entropies (of a softmax) and column sums too.
         seed: seed of the random numbers.
 
     Raises:
@@ -120,6 +121,7 @@ class Case:
     sink: bool = False
     normalization: str = "softmax"
     dropout_p: float = 0.0
+    statistics: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -156,12 +158,7 @@ class Case:
         check_flag("sink", self.sink)
         threshold_of(self.dropout_p)
         check_normalization(self.normalization)
-        if self.normalization not in ("softmax", "softmax1"):
-            raise OptionError(
-                f"normalization={self.normalization!r} cannot be checked yet: the quantities that are "
-                "compared include the LSE and the largest scores of a softmax. Compare the output "
-                "with your own dense attention"
-            )
+        check_flag("statistics", self.statistics)
         if self.sink and self.normalization != "softmax":
             raise OptionError(f"normalization={self.normalization!r} takes no sink")
         if type(self.spread) not in (int, float) or not 0 <= self.spread <= _WIDEST:
@@ -172,6 +169,19 @@ class Case:
             raise OptionError(
                 f"layouts must be three of {', '.join(LAYOUTS)}, got {shown(self.layouts)}"
             )
+
+    @property
+    def kind(self) -> str:
+        """Return the normalization, "softmax" for softmax1, which is one with sinks of 0."""
+        return "softmax" if self.normalization == "softmax1" else self.normalization
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Return the names of the results that are compared, the output first."""
+        names: tuple[str, ...] = ("out",)
+        if self.kind == "softmax":
+            names = ("out", "lse", "max_scores", *(["entropy"] if self.statistics else []))
+        return (*names, "column_sums") if self.statistics else names
 
     @property
     def shapes(self) -> tuple[Shape, Shape, Shape]:
@@ -235,6 +245,15 @@ class Case:
         lse = self._normal(generator, 1.0, device)(*shape)
         return out, lse.to(self._wide)
 
+    def cotangent(self, result: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return the random gradient of one of the `results`."""
+        if result in ("out", "lse"):
+            return self.cotangents(device)[result == "lse"]
+        generator = torch.Generator().manual_seed(self.seed + 4)
+        length = self.kv_len if result == "column_sums" else self.q_len
+        shape = self.batch, self.heads, length
+        return self._normal(generator, 1.0, device)(*shape).to(self._wide)
+
     def _normal(
         self, generator: torch.Generator, std: float, device: torch.device | str
     ) -> Callable[..., Tensor]:
@@ -258,6 +277,8 @@ class Case:
             parts.append(self.normalization)
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p:g}")
+        if self.statistics:
+            parts.append("statistics")
         return " ".join([*parts, f"spread {self.spread:g} seed {self.seed}"])
 
     def code(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 from attnkit.errors import ArgumentError, BoundsError, ShapeError
+from attnkit.runtime.normalization import check_normalization
 from attnkit.runtime.variant import Variant
 from attnkit.testing import reproducer
 from attnkit.testing.backends import chosen_backends
@@ -43,6 +44,7 @@ def check_variant(
     seed: int = 0,
     device: torch.device | str = "cpu",
     backends: Sequence[str] | None = None,
+    normalization: str = "softmax",
     reference: Reference | None = None,
     code: str = "",
     progress: Progress | None = None,
@@ -52,10 +54,11 @@ def check_variant(
     The calls differ in lengths (ragged, unequal), batch, heads (with and without GQA), head dims,
     dtype, strides, tile sizes, scale, values, and whether there is an attention sink, softmax1 or
     dropout. The check runs every backend that this machine supports, with several tile sizes. It
-    compares the output, the LSE, the row maxima, fully masked rows and columns, and the gradients of query, key,
-    value and captured tensors, both through the output and through the LSE. It also compares the traced graph with the user's function called
-    with torch tensors, and the tiles with the dense mask. In each row an error may be at most
-    twice that of dense attention in the same dtype, plus a few roundings
+    compares the output, the LSE, the row maxima, in some calls the entropies and the column sums,
+    fully masked rows and columns, and the gradients of query, key, value and captured tensors,
+    through the output and through each statistic. It also compares the traced graph with the user's
+    function called with torch tensors, and the tiles with the dense mask. In each row an error may
+    be at most twice that of dense attention in the same dtype, plus a few roundings
     (`attnkit.testing.tolerance`).
 
     Args:
@@ -68,6 +71,8 @@ def check_variant(
         seed: seed of the draws; the same seed draws the same calls.
         device: where to run; captured tensors must be on this device.
         backends: names of the backends to compare; None compares all that can run.
+        normalization: what makes the weights, see `flex_attention`. With "softmax" some calls are
+            drawn with softmax1.
         reference: your own dense attention, `reference(query, key, value, scale) -> out`, that
             defines the intended result. It is called with float64 query [B, Hq, Sq, D], key
             [B, Hq, Skv, D] and value [B, Hq, Skv, Dv], with the heads of a group repeated. Its
@@ -99,6 +104,7 @@ def check_variant(
         variant = Variant(score_mod, mask)
     check_size("examples", examples)
     check_seed(seed)
+    check_normalization(normalization)
     check_type("code", code, str, "Python source")
     if progress is not None and not callable(progress):
         raise ArgumentError(f"progress must be a function or None, got {shown(progress)}")
@@ -109,7 +115,7 @@ def check_variant(
     device = resolve_device(device)
     chosen = chosen_backends(backends, device)
     limits = find_limits(variant, device, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
-    search = _Search(variant, device, chosen, examples, reference, progress)
+    search = _Search(variant, device, chosen, examples, reference, progress, normalization)
     given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
     search.notes += cut_notes(variant, device, limits, [n for n, x in given.items() if x is None])
     failed = search.run(limits, dtype, seed)
@@ -179,6 +185,7 @@ class _Search:
         examples: int,
         reference: Reference | None,
         progress: Progress | None,
+        normalization: str,
     ) -> None:
         self.variant = variant
         self.device = device
@@ -186,6 +193,7 @@ class _Search:
         self.examples = examples
         self.reference = reference
         self.progress = progress
+        self.normalization = normalization
         self.notes: list[str] = []
         self.findings: dict[Case, Findings] = {}
         self.refusals = 0
@@ -209,8 +217,8 @@ class _Search:
             print_blob=False,
             verbosity=Verbosity.quiet,
         )
-        # a reference of the user takes neither sink nor dropout
-        @hypothesis.given(cases(limits, dtype=dtype, sinks=self.reference is None))
+        # a reference of the user takes neither sink nor dropout, and returns the output alone
+        @hypothesis.given(cases(limits, dtype=dtype, **self.drawn))
         def body(case: Case) -> None:
             self._one(case)
 
@@ -227,6 +235,12 @@ class _Search:
         finally:
             torch.set_num_threads(threads)
         return None
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """Return what else `cases` draws."""
+        extras = self.reference is None
+        return {"sinks": extras, "statistics": extras, "normalization": self.normalization}
 
     def _one(self, case: Case) -> None:
         findings = self.findings.get(case)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,24 @@ from attnkit.util.torch_private import tree_leaves, tree_map
 
 Function: TypeAlias = Callable[..., Any]
 Shape: TypeAlias = tuple[int, int, int, int]
-DenseResult: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, LSE, row maxima
-
 HALVES = (torch.float16, torch.bfloat16)
 MOST_CALLS = 20_000  # largest number of calls of a function that vmap does not support
+
+
+class DenseResult(NamedTuple):
+    """Holds the results of dense attention; what a normalization does not have is None.
+
+    Attributes:
+        out: [B, Hq, Sq, Dv].
+        weights: [B, Hq, Sq, Skv], the weights of the keys before dropout, 0 in masked rows.
+        lse, max_scores, entropy: [B, Hq, Sq].
+    """
+
+    out: Tensor
+    weights: Tensor
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 def attention(
@@ -42,8 +56,9 @@ def attention(
     scale: float | None = None,
     sink: Tensor | None = None,
     survivors: Tensor | None = None,
+    normalization: str = "softmax",
 ) -> DenseResult:
-    """Compute dense attention and return the output, the LSE and the row maxima.
+    """Compute dense attention and its statistics.
 
     Args:
         query: [B, Hq, Sq, D], any float dtype. Scores are float64 for float64, else float32.
@@ -53,16 +68,19 @@ def attention(
         kept: the mask, bool, broadcastable to [B, Hq, Sq, Skv]; None without a mask.
         scale: factor on query @ key^T; 1 / sqrt(D) if None.
         sink: [Hq], one more logit in each row's softmax, without a value; None for none.
-        survivors: [B, Hq, Sq, Skv], factors of the softmax: dropout; None for none.
+        survivors: [B, Hq, Sq, Skv], factors of the weights: dropout; None for none.
+        normalization: "softmax", "sigmoid" or "none".
 
     Returns:
-        out [B, Hq, Sq, Dv] in the query's dtype; LSE (natural logarithm) and row maxima
-        [B, Hq, Sq] in the dtype of the scores. A fully masked row gives 0, -inf (the sink, if there
-        is one) and -inf, and zero gradients.
+        The output in the query's dtype, all else in the dtype of the scores. A fully masked row
+        gives 0, LSE -inf (the sink, if there is one), row maximum -inf, entropy 0, and zero
+        gradients.
     """
     scores = raw_scores(query, key, scale)
     if score_mod is not None:
         scores = modified(score_mod, scores)
+    if normalization != "softmax":
+        return weighted_sum(scores, value, kept, query.dtype, survivors, normalization)
     logit = None if sink is None else sink[:, None, None]
     return softmax_times(scores, value, kept, query.dtype, logit, survivors)
 
@@ -82,7 +100,7 @@ def softmax_times(
     sink: Tensor | None = None,
     survivors: Tensor | None = None,
 ) -> DenseResult:
-    """Compute softmax(masked scores) @ value, with weights in `dtype`; return out, LSE, maxima.
+    """Compute softmax(masked scores) @ value, with weights in `dtype`, and the statistics.
 
     `sink` is one more logit of each row, [..., Sq or 1, 1]; its weight has no value. `survivors`
     are factors of the weights.
@@ -95,12 +113,36 @@ def softmax_times(
     if sink is not None:
         empty = sink.to(scores.dtype).expand(empty.shape)
         some = torch.cat([some, empty], -1)
-    weights = torch.softmax(some, -1)[..., : scores.shape[-1]].masked_fill(masked, 0.0)
+    softmax = torch.softmax(some, -1)
+    # a weight of 0 adds nothing, neither here nor to a gradient
+    logs = torch.log_softmax(some, -1).masked_fill(softmax == 0, 0.0)
+    entropy = -(softmax * logs).sum(-1).masked_fill(masked.squeeze(-1), 0.0)
+    weights = softmax[..., : scores.shape[-1]].masked_fill(masked, 0.0)
     lse = torch.where(masked, empty, torch.logsumexp(some, -1, keepdim=True)).squeeze(-1)
+    out = _times(weights, survivors, value, dtype)
+    return DenseResult(out, weights, lse, scores.detach().amax(-1), entropy)
+
+
+def weighted_sum(
+    scores: Tensor,
+    value: Tensor,
+    kept: Tensor | None,
+    dtype: torch.dtype,
+    survivors: Tensor | None,
+    normalization: str,
+) -> DenseResult:
+    """Sum the values with weights that need no other score: sigmoids, or the scores themselves."""
+    weights = torch.sigmoid(scores) if normalization == "sigmoid" else scores
+    if kept is not None:
+        weights = torch.where(kept, weights, 0.0)
+    return DenseResult(_times(weights, survivors, value, dtype), weights)
+
+
+def _times(weights: Tensor, survivors: Tensor | None, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the weights, rounded to `dtype`, by the values; `survivors` are their factors."""
     if survivors is not None:
         weights = weights * survivors.to(weights.dtype)
-    out = weights.to(dtype) @ _for_each_head(value, scores.shape[1])
-    return out, lse, scores.detach().amax(-1)
+    return weights.to(dtype) @ _for_each_head(value, weights.shape[1])
 
 
 def _for_each_head(t: Tensor, heads: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,14 @@ from attnkit.util.arguments import AuxRequest
 
 Quantities = dict[str, Tensor]
 
-OUTPUTS = ("out", "lse", "max_scores")
+OUTPUTS = ("out", "lse", "max_scores", "entropy", "column_sums")
+# Outputs that have gradients, and what the names of gradients through them end with.
+THROUGH = {
+    "out": "",
+    "lse": " through lse",
+    "entropy": " through entropy",
+    "column_sums": " through column_sums",
+}
 INPUTS = ("query", "key", "value")
 
 
@@ -43,7 +50,7 @@ class DenseCall:
         device: where to run.
         sink: attention sink [Hq], one of the tensors of `captured` if it requires grad; None for
             none.
-        survivors: factors that dropout gives the softmax, [B, Hq, Sq, Skv]; None without dropout.
+        survivors: factors that dropout gives the weights, [B, Hq, Sq, Skv]; None without dropout.
     """
 
     score_mod: Callable[..., Any] | None
@@ -111,28 +118,27 @@ def with_sink(captured: Captured, sink: Tensor | None) -> Captured:
 
 
 def differentiate(
-    case: Case, results: Sequence[Tensor], inputs: Sequence[Tensor], captured: Captured
+    case: Case, results: Mapping[str, Tensor], inputs: Sequence[Tensor], captured: Captured
 ) -> Quantities:
-    """Compute the gradients of the output and, separately, of the LSE; return all results by name.
+    """Compute the gradients of each differentiable result by itself; return all results by name.
 
     Args:
-        case: provides the incoming gradients of the output and of the LSE.
-        results: output, LSE and row maxima.
+        case: provides the incoming gradients.
+        results: results by name, see `OUTPUTS`.
         inputs: query, key and value.
         captured: leaf tensors to differentiate with respect to.
 
     Returns:
         Results and gradients by name, such as "out", "dquery" and "dquery through lse".
     """
-    out, lse = results[:2]
-    quantities = dict(zip(OUTPUTS, (r.detach() for r in results), strict=True))
-    grad_out, grad_lse = case.cotangents(out.device)
+    quantities = {name: result.detach() for name, result in results.items()}
     targets = [*inputs, *captured.tensors]
     names = [f"d{name}" for name in (*INPUTS, *captured.names)]
-    for result, grad, through in (
-        (out, grad_out.to(out.dtype), ""),
-        (lse, grad_lse.to(lse.dtype), " through lse"),
-    ):
+    for output, through in THROUGH.items():
+        if output not in results:
+            continue
+        result = results[output]
+        grad = case.cotangent(output, result.device).to(result.dtype)
         gradients: Sequence[Tensor | None] = [None] * len(targets)
         if result.requires_grad:
             gradients = torch.autograd.grad(
@@ -170,16 +176,21 @@ def run(
             *inputs,
             scale=case.scale,
             enable_gqa=case.heads != case.kv_heads,
-            return_aux=AuxRequest(lse=True, max_scores=True),
+            return_aux=_request(case),
             kernel_options=None if block is None else {"BLOCK_M": block[0], "BLOCK_N": block[1]},
             backend=backend,
             sink=sink if case.normalization == "softmax" else None,
             normalization=case.normalization,
             dropout_p=case.dropout_p,
         )
-    assert aux.lse is not None
-    assert aux.max_scores is not None
-    return differentiate(case, (out, aux.lse, aux.max_scores), inputs, captured)
+    found = {name: getattr(aux, name) for name in case.results if name != "out"}
+    return differentiate(case, {"out": out, **found}, inputs, captured)
+
+
+def _request(case: Case) -> AuxRequest:
+    """Return the request of the statistics that are compared for a case."""
+    names = AuxRequest._fields
+    return AuxRequest(**{name: True for name in case.results if name in names})
 
 
 def in_dtype(score: Traced, dtype: torch.dtype) -> Traced:
@@ -214,5 +225,12 @@ def _dense(call: DenseCall, inputs: Sequence[Tensor]) -> Quantities:
         scale=call.case.scale,
         sink=call.sink,
         survivors=call.survivors,
+        normalization=call.case.kind,
     )
-    return differentiate(call.case, results, inputs, call.captured)
+    return differentiate(call.case, by_name(call.case, results), inputs, call.captured)
+
+
+def by_name(case: Case, dense: plain.DenseResult) -> Quantities:
+    """Return the results of dense attention that are compared for a case."""
+    found = {**dense._asdict(), "column_sums": dense.weights.sum(2)}
+    return {name: found[name] for name in case.results}

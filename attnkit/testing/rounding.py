@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from attnkit.graph.ir import Node
 from attnkit.testing import plain
 from attnkit.testing.case import Case
 from attnkit.testing.plain import HALVES
-from attnkit.testing.quantities import DenseCall, Quantities
+from attnkit.testing.quantities import THROUGH, DenseCall, Quantities
 from attnkit.tracing.tracer import Traced
 
 # Number of samples of each kind that are taken before a result counts as wrong. A long sum may be
@@ -68,25 +69,27 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
 
     raw = (scale * product(q, k.mT)).requires_grad_()
     modified = _modified(call, raw)
-    logit = None
-    if call.sink is not None:
-        logit = call.sink.detach().double()[:, None, None].expand(*raw.shape[:3], 1)
-        logit = inner(logit, logit.abs())
-    m, lse, exact = _softmax(modified.detach(), inner, logit)
-    survivors = torch.ones_like(exact) if call.survivors is None else call.survivors
-    weights = outer(exact * survivors, exact * survivors)
-    out = product(weights, v)
+    formulas = _softmax_formulas if case.kind == "softmax" else _weight_formulas
+    found = formulas(call, modified, inner)
+    weights, survivors = found.weights, call.survivors
+    survivors = torch.ones_like(weights) if survivors is None else survivors
+    used = outer(weights * survivors, (weights * survivors).abs())
+    out = product(used, v)
     out = outer(out, out.abs())
-    quantities = {"out": out, "lse": lse.squeeze(-1), "max_scores": m.amax(-1)}
-    grad_out, grad_lse = (g.to(torch.float64) for g in case.cotangents(call.device))
-    terms = grad_out * out
-    # the noise is relative to the two operands, because their difference may be 0
-    sizes = terms.abs().sum(-1, keepdim=True) + survivors * (grad_out.abs() @ v.abs().mT)
-    difference = inner(survivors * (grad_out @ v.mT) - terms.sum(-1, keepdim=True), sizes)
-    for through, cotangent, dvalue in (
-        ("", exact * difference, product(weights.mT, grad_out)),
-        (" through lse", exact * grad_lse[..., None], torch.zeros_like(v)),
-    ):
+    everything = {"out": out, "column_sums": found.column_sums, **found.rows}
+    quantities = {name: everything[name] for name in case.results}
+    for result in case.results:
+        if result not in THROUGH:
+            continue
+        through, grad = THROUGH[result], case.cotangent(result, call.device).to(torch.float64)
+        dvalue = torch.zeros_like(v)
+        if result == "out":
+            dvalue = product(used.mT, grad)
+            # the noise is relative to the two operands, because their difference may be 0
+            sizes = survivors * (grad.abs() @ v.abs().mT)
+            cotangent, dsink = found.through_out(survivors * (grad @ v.mT), sizes, grad * out)
+        else:
+            cotangent, dsink = found.through[result](grad)
         cotangent = inner(cotangent, cotangent.abs())
         draw, *others = _pulled_back(modified, (raw, *captured.tensors), cotangent)
         draw = outer(draw, draw.abs())
@@ -95,12 +98,98 @@ def perturbed(call: DenseCall, sample: int) -> Quantities:
         quantities["dvalue" + through] = _shared(dvalue, case)
         for name, gradient in zip(captured.names, others, strict=True):
             quantities[f"d{name}{through}"] = gradient
-    if call.sink is not None and call.sink.requires_grad and logit is not None:
-        p = torch.exp(inner(logit - lse, (logit - lse).abs()))
-        minus_delta = inner(-terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True))
-        for through, row in (("", minus_delta), (" through lse", grad_lse[..., None])):
-            quantities["dsink" + through] = inner(p * row, (p * row).abs()).sum((0, 2, 3))
+        if dsink is not None and call.sink is not None and call.sink.requires_grad:
+            quantities["dsink" + through] = inner(dsink, dsink.abs()).sum((0, 2, 3))
     return quantities
+
+
+# The gradients of the modified scores and of the sinks [B, Hq, Sq, 1] (or None), from the gradient
+# of a result.
+Through = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class _Formulas:
+    """Holds what a normalization makes of the modified scores, with noise at each step.
+
+    Attributes:
+        weights: [B, Hq, Sq, Skv].
+        column_sums: [B, Hq, Skv].
+        rows: LSE, row maxima and entropies, [B, Hq, Sq], by name.
+        through_out: `Through` from the gradient of the weights, the sizes of its terms, and the
+            gradient of the output times the output.
+        through: `Through` for the other results, by name.
+    """
+
+    weights: Tensor
+    column_sums: Tensor
+    rows: dict[str, Tensor]
+    through_out: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    through: dict[str, Through]
+
+
+def _weight_formulas(call: DenseCall, modified: Tensor, inner: Noise) -> _Formulas:
+    """Return the formulas without a softmax: the modified scores are the weights."""
+    weights = modified.detach()
+    weights = inner(weights, weights.abs())
+    sums = inner(weights.sum(2), weights.abs().sum(2))
+    return _Formulas(
+        weights,
+        sums,
+        {},
+        lambda dweights, sizes, _: (inner(dweights, sizes), None),
+        {"column_sums": lambda g: (g[:, :, None].expand(weights.shape), None)},
+    )
+
+
+def _softmax_formulas(call: DenseCall, modified: Tensor, inner: Noise) -> _Formulas:
+    """Return the formulas of a softmax, in which a sink is one more score of each row."""
+    logit = p_sink = None
+    if call.sink is not None:
+        logit = call.sink.detach().double()[:, None, None].expand(*modified.shape[:3], 1)
+        logit = inner(logit, logit.abs())
+    m, lse, p = _softmax(modified.detach(), inner, logit)
+    if logit is not None:
+        p_sink = torch.exp(inner(logit - lse, (logit - lse).abs()))
+        p_sink = p_sink.masked_fill(lse == -math.inf, 0)
+    safe = m.masked_fill(m == -math.inf, 0)
+    logs = (safe - lse.masked_fill(lse == -math.inf, 0)).masked_fill(p == 0, 0)
+    sizes = logs.abs() + (p > 0) * (safe.abs() + lse.masked_fill(~lse.isfinite(), 0).abs())
+    entropy, scale = -(p * logs).sum(-1, keepdim=True), (p * (1 + sizes)).sum(-1, keepdim=True)
+    if p_sink is not None and logit is not None:
+        log_sink = (logit - lse).masked_fill(p_sink == 0, 0)
+        entropy, scale = entropy - p_sink * log_sink, scale + p_sink * (1 + log_sink.abs())
+    entropy = inner(entropy, scale).masked_fill((p == 0).all(-1, keepdim=True), 0)
+
+    def out(dp: Tensor, size: Tensor, terms: Tensor) -> tuple[Tensor, Tensor | None]:
+        delta, total = terms.sum(-1, keepdim=True), terms.abs().sum(-1, keepdim=True)
+        dsink = None if p_sink is None else p_sink * inner(-delta, total)
+        return p * inner(dp - delta, total + size), dsink
+
+    def from_lse(g: Tensor) -> tuple[Tensor, Tensor | None]:
+        return p * g[..., None], None if p_sink is None else p_sink * g[..., None]
+
+    def from_entropy(g: Tensor) -> tuple[Tensor, Tensor | None]:
+        g = g[..., None]
+        dm = -g * p * inner(logs + entropy, sizes + scale)
+        if p_sink is None or logit is None:
+            return dm, None
+        return dm, -g * p_sink * inner(log_sink + entropy, log_sink.abs() + scale)
+
+    def from_sums(g: Tensor) -> tuple[Tensor, Tensor | None]:
+        g = g[:, :, None]
+        mean = (p * g).sum(-1, keepdim=True)
+        size = (p * g.abs()).sum(-1, keepdim=True)
+        dsink = None if p_sink is None else -p_sink * inner(mean, size)
+        return p * inner(g - mean, g.abs() + size), dsink
+
+    rows = {"lse": lse.squeeze(-1), "max_scores": m.amax(-1), "entropy": entropy.squeeze(-1)}
+    through: dict[str, Through] = {
+        "lse": from_lse,
+        "entropy": from_entropy,
+        "column_sums": from_sums,
+    }
+    return _Formulas(p, inner(p.sum(2), p.sum(2)), rows, out, through)
 
 
 def _softmax(modified: Tensor, inner: Noise, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,11 +214,14 @@ def _pulled_back(modified: Tensor, targets: Sequence[Tensor], cotangent: Tensor)
 
 
 def _modified(call: DenseCall, raw: Tensor) -> Tensor:
-    """Apply the score_mod and the mask of `call` to the raw scores."""
+    """Apply the score_mod, the sigmoid of a normalization and the mask of `call` to raw scores."""
     modified = raw if call.score_mod is None else plain.modified(call.score_mod, raw)
     # 0 * raw keeps raw in the autograd graph even if score_mod ignores it
     modified = modified + 0 * raw
-    return modified if call.kept is None else torch.where(call.kept, modified, -math.inf)
+    if call.case.kind == "sigmoid":
+        modified = torch.sigmoid(modified)
+    masked = -math.inf if call.case.kind == "softmax" else 0.0
+    return modified if call.kept is None else torch.where(call.kept, modified, masked)
 
 
 def _shared(gradient: Tensor, case: Case) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnkit.testing import plain
 from attnkit.testing.case import Case
-from attnkit.testing.quantities import DenseCall, Quantities, differentiate
+from attnkit.testing.quantities import DenseCall, Quantities, by_name, differentiate
 
 
 def shuffled(call: DenseCall, sample: int) -> Quantities:
@@ -45,9 +45,14 @@ def shuffled(call: DenseCall, sample: int) -> Quantities:
     survivors = call.survivors
     if survivors is not None:
         survivors = stack.stacked(survivors)[..., stack.columns]
-    results = plain.softmax_times(scores, value, kept, case.dtype, sink, survivors)
-    results = tuple(stack.unstacked(r) for r in results)  # type: ignore[assignment]
-    return differentiate(case, results, inputs, call.captured)
+    if case.kind == "softmax":
+        found = plain.softmax_times(scores, value, kept, case.dtype, sink, survivors)
+    else:
+        found = plain.weighted_sum(scores, value, kept, case.dtype, survivors, case.kind)
+    own = {name: stack.unstacked(r) for name, r in found._asdict().items() if r is not None}
+    own["weights"] = own["weights"][..., stack.columns.argsort()]
+    found = plain.DenseResult(**own)
+    return differentiate(case, by_name(case, found), inputs, call.captured)
 
 
 class _Stack:

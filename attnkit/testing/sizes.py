@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from attnkit.errors import OptionError
+from attnkit.runtime.normalization import check_normalization
 from attnkit.testing.case import LAYOUTS, Case
 from attnkit.testing.limits import ANY_SIZE, Limits, check_limits
 from attnkit.util.arguments import check_size
@@ -49,6 +50,8 @@ def cases(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     sinks: bool = True,
+    normalization: str | None = "softmax",
+    statistics: bool = True,
 ) -> Case:
     """Draw attention calls, including unequal lengths, GQA, a shared kv batch and value_dim.
 
@@ -57,8 +60,16 @@ def cases(
         dtype: one dtype, or several to draw from; None draws from all four.
         sinks: whether some of the calls have an attention sink, the normalization softmax1, or
             dropout.
+        normalization: that of all calls, see `flex_attention`. "softmax" draws softmax1 too if
+            `sinks`; None draws from all.
+        statistics: whether entropies and column sums of some calls are compared.
+
+    Raises:
+        OptionError: `normalization` is unknown.
     """
     check_limits(limits)
+    if normalization is not None:
+        check_normalization(normalization)
     choices = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
     q_len = draw(lengths(*limits.q_len))
     kv_len = (
@@ -67,7 +78,11 @@ def cases(
         else draw(lengths(*limits.kv_len))
     )
     batch = draw(st.integers(*limits.batch))
-    denominator = draw(st.sampled_from(["plain"] * 3 + ["sink", "softmax1"])) if sinks else "plain"
+    kind = draw(st.sampled_from(["softmax", "sigmoid", "none"])) if normalization is None else ""
+    kind = kind or str(normalization)
+    denominator = "plain"
+    if sinks and kind == "softmax":
+        denominator = draw(st.sampled_from(["plain"] * 3 + ["sink", "softmax1"]))
     heads = draw(st.integers(*limits.heads))
     head_dim = draw(st.sampled_from(WIDTHS))
     return Case(
@@ -86,8 +101,9 @@ def cases(
         spread=draw(st.sampled_from([1.0, 0.1, 3.0])),
         seed=draw(st.integers(0, 999)),
         sink=denominator == "sink",
-        normalization="softmax1" if denominator == "softmax1" else "softmax",
+        normalization="softmax1" if denominator == "softmax1" else kind,
         dropout_p=draw(st.sampled_from([0.0] * 4 + [0.1, 0.6])) if sinks else 0.0,
+        statistics=statistics and draw(st.sampled_from([False] * 3 + [True])),
     )
 
 

@@ -4,8 +4,8 @@ The error of dense attention in the same dtype measures the rounding error of th
 input. No limit is tuned to a case.
 
 Each row is compared by itself, so that a wrong small row is found beside large ones. A row is one
-query of the output, LSE, maximum and dQ, and one key of dK and dV. The gradient of a captured
-tensor is compared as a whole.
+query of the output, its statistics and dQ, and one key of column sums, dK and dV. The gradient of a
+captured tensor is compared as a whole.
 
 Dense attention may be exact in a row by chance, so a floor is added to a row's limit: `ULPS`
 machine epsilons of the row's own largest value, plus as many epsilons of float32 (of float64 for
@@ -102,14 +102,14 @@ def _allowed(name: str, case: Case, dtype: torch.dtype, sizes: Tensor, measured:
 
 def _has_rows(name: str) -> bool:
     """Return whether a quantity has a row for each query or key."""
-    return name.removesuffix(" through lse") in (*OUTPUTS, *GRADIENTS)
+    return name.partition(" through ")[0] in (*OUTPUTS, *GRADIENTS)
 
 
 def _rows(name: str, t: Tensor) -> Tensor:
     """Return a quantity as [rows, elements of a row]."""
     if not _has_rows(name):
         return t.reshape(1, -1)
-    one = name in ("lse", "max_scores")
+    one = name in OUTPUTS and name != "out"
     return t.reshape(-1, 1) if one else t.reshape(-1, t.shape[-1])
 
 

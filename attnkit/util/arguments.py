@@ -80,12 +80,15 @@ class AuxRequest(NamedTuple):
         max_scores: whether to return the largest score of each row, after `score_mod`.
         max_logits: whether to return the largest score of each head, after `score_mod`.
         entropy: whether to return the entropy of each row's softmax.
+        column_sums: whether to return the sums of the weights of each key over the queries. They
+            need a second pass over the scores, which torch operators run on every backend.
     """
 
     lse: bool = False
     max_scores: bool = False
     max_logits: bool = False
     entropy: bool = False
+    column_sums: bool = False
 
     @property
     def needs_row_maxima(self) -> bool:
@@ -107,16 +110,25 @@ class AuxOutput(NamedTuple):
             not differentiable. QK-Clip (Kimi K2) rescales the projections of query and key by it.
         entropy: [B, Hq, Sq], entropy of each row's softmax in nats: LSE - sum(p * score), at least
             0, and 0 for a fully masked row; differentiable. A sink counts as one more score.
+        column_sums: [B, Hq, Skv], for each key the sum of its weights over the queries (what H2O
+            keeps a key for, Zhang et al., 2023); differentiable. Fully masked rows add 0. A sink is
+            no key, and takes its share from the others. The weights are those before dropout. With
+            normalization "sigmoid" or "none" they are the sigmoids or the scores.
     """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
     max_logits: Tensor | None = None
     entropy: Tensor | None = None
+    column_sums: Tensor | None = None
 
     @staticmethod
     def of(
-        request: AuxRequest, lse: Tensor, max_scores: Tensor | None, entropy: Tensor | None
+        request: AuxRequest,
+        lse: Tensor,
+        max_scores: Tensor | None,
+        entropy: Tensor | None,
+        column_sums: Tensor | None = None,
     ) -> AuxOutput:
         """Return the outputs that `request` selects.
 
@@ -125,12 +137,14 @@ class AuxOutput(NamedTuple):
             lse: [B, Hq, Sq].
             max_scores: [B, Hq, Sq]; None unless `request.needs_row_maxima`.
             entropy: [B, Hq, Sq]; None unless `request.entropy`.
+            column_sums: [B, Hq, Skv]; None unless `request.column_sums`.
         """
         return AuxOutput(
             lse if request.lse else None,
             max_scores if request.max_scores else None,
             _largest(max_scores) if request.max_logits and max_scores is not None else None,
             entropy if request.entropy else None,
+            column_sums if request.column_sums else None,
         )
 
 
@@ -183,11 +197,39 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any) -> None:
         if t.dtype not in DTYPES:
             raise DTypeError(f"{name} has dtype {t.dtype}; expected one of {_names(DTYPES)}")
         if t.dtype != query.dtype:
-            raise DTypeError(f"{name} has dtype {t.dtype}, query has {query.dtype}; convert one")
+            raise DTypeError(_two_dtypes(name, query, key, value))
         if t.device != query.device:
             raise DeviceError(f"{name} is on {t.device}, query is on {query.device}; move one")
     _check_shapes(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
+
+
+def _two_dtypes(name: str, query: Tensor, key: Tensor, value: Any) -> str:
+    """Return the message about a key or value in another dtype than the query, with the costs.
+
+    `value` is unchecked.
+    """
+    t = key if name == "key" else value
+    message = (
+        f"{name} has dtype {t.dtype}, query has {query.dtype}; attnkit converts none of them unasked, "
+        f"as that rounds, and copies at every call. {name}.to({query.dtype}) writes "
+        f"{_memory(t, query.dtype)}; convert a cache once, when it is written"
+    )
+    if isinstance(value, Tensor) and key.dtype == value.dtype:
+        message += (
+            f". query.to({key.dtype}) writes {_memory(query, key.dtype)}, and gives an output of "
+            "that dtype"
+        )
+    return message
+
+
+def _memory(t: Tensor, dtype: torch.dtype) -> str:
+    """Return the memory of a tensor in another dtype, as text."""
+    count = t.numel()
+    if not isinstance(count, int):  # inside of torch.compile
+        return "a copy"
+    size = count * dtype.itemsize
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size} bytes"
 
 
 def refuse_dtensor(name: str, tensor: Tensor) -> None:

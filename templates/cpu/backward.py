@@ -15,6 +15,7 @@ All sums have a fixed order: equal inputs give bitwise equal results.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,12 +63,9 @@ def backward(
     """
     call = Call.of(query, key, value, runs, hooks, scale)
     dq, dk, dv = (torch.zeros_like(t) for t in (query, key, value))
-    shared = Shared(dk, dv, call.dtype, scale)
+    shared = Shared([dk, dv], [scale, 1.0], call.dtype)
     work = [Workspace(query, call.dtype) for _ in range(3 if hooks.has_score else 2)]
-    pairs = PAIRS
-    if dk.dtype != call.dtype:
-        pairs = min(pairs, SUMS // max(1, key.shape[2] * (key.shape[3] + value.shape[3])))
-    for unit, chunk, keeps in call.walk(SCORES, pairs):
+    for unit, chunk, keeps in call.walk(SCORES, few_pairs(call, dk)):
         if not chunk.spans:
             continue
         if chunk.first:
@@ -114,6 +112,14 @@ def _sink_entropy(sink: Tensor, lse: Tensor, entropy: Tensor, grad_entropy: Tens
     """Compute the part of a sink's gradient that comes from the entropies [B, Sq] of its head."""
     p = torch.exp(sink - lse).masked_fill_(lse == -math.inf, 0)
     return -(grad_entropy * (torch.xlogy(p, p) + p * entropy)).sum()
+
+
+def few_pairs(call: Call, dk: Tensor) -> int:
+    """Return how many (b, h) a unit may have, so that the float32 sums of 16-bit dK and dV fit."""
+    if dk.dtype == call.dtype:
+        return PAIRS
+    widths = call.key.shape[3] + call.value.shape[3]
+    return min(PAIRS, SUMS // max(1, call.key.shape[2] * widths))
 
 
 class Rows:
@@ -212,13 +218,19 @@ class Rows:
 class Shared:
     """Accumulates dK and dV over the units that share keys, in the compute dtype.
 
-    The accumulators are `dk` and `dv` themselves if these have the compute dtype. Otherwise they
-    are rounded to `dk` and `dv` once.
+    The accumulators are the results themselves if these have the compute dtype. Otherwise they are
+    rounded to the results once.
+
+    Args:
+        results: dK and dV, or one of them, written.
+        factors: the factor of each.
+        dtype: the compute dtype.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, scale: float) -> None:
-        self._results = dk, dv
-        self._factors = scale, 1.0
+    def __init__(
+        self, results: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype
+    ) -> None:
+        self._results, self._factors = results, factors
         self._dtype = dtype
         self._place: tuple[slice, slice] | None = None
         self._sums: list[Tensor] = []
@@ -243,9 +255,9 @@ class Shared:
                     t[self._place] = total
         self._place = None
 
-    def add(self, chunk: Chunk, dk: Tensor, dv: Tensor) -> None:
-        """Add a chunk's dk (without the scale) and dv, [lanes, width, n], to the accumulators."""
-        for total, share, factor in zip(self._sums, (dk, dv), self._factors, strict=True):
+    def add(self, chunk: Chunk, *shares: Tensor) -> None:
+        """Add a chunk's shares [lanes, width, n], without their factors, to the accumulators."""
+        for total, share, factor in zip(self._sums, shares, self._factors, strict=True):
             spread = share.view(*total.shape[:2], -1, total.shape[3])
             for span, columns in chunk.places():
                 total[:, :, span.start : span.stop].add_(spread[:, :, columns], alpha=factor)
@@ -280,13 +292,13 @@ def _chunk(
         ds.mul_(survivors).mul_(factor)
     rows.score_gradient(p, ds, unit.spread(ds, chunk), keeps)
     if call.hooks.has_score:
-        _through_score(call, unit, chunk, keeps, s, ds, p)
+        through_score(call, unit, chunk, keeps, s, ds, p)
         ds = p
     shared.add(chunk, torch.bmm(ds.mT, rows.q), dv)
     rows.add(ds, k)
 
 
-def _through_score(
+def through_score(
     call: Call,
     unit: Unit,
     chunk: Chunk,

@@ -100,8 +100,12 @@ class Call:
 
     def scores(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
         """Compute q k^T * scale / `factor` as [lanes, rows, width] in the workspace."""
-        s = torch.bmm(q, k.mT, out=space.take(*q.shape[:2], k.shape[1]))
-        return s if self.factor == self.scale else s.mul_(self.scale)
+        s = space.take(*q.shape[:2], k.shape[1])
+        if self.factor == self.scale:
+            return torch.bmm(q, k.mT, out=s)
+        if self.scale == 0:  # the product below would be 0 where a score is infinite or NaN
+            return torch.bmm(q, k.mT, out=s).mul_(self.scale)
+        return s.baddbmm_(q, k.mT, beta=0, alpha=self.scale)  # no pass over the scores to scale
 
     def survivors(self, unit: Unit, chunk: Chunk, like: Tensor) -> Tensor | None:
         """Return which elements of a chunk dropout keeps, in the shape of `like`; None for all."""

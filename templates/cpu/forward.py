@@ -67,10 +67,10 @@ def forward(
             softmax: Softmax | WeightedSum = (
                 Softmax(call.factor, need_entropy, hooks.survivor_scale)
                 if hooks.has_softmax
-                else WeightedSum()
+                else WeightedSum(hooks.survivor_scale)
             )
         if chunk.spans:
-            s = _scores(call, unit, chunk, keeps, q, space)
+            s = modified_scores(call, unit, chunk, keeps, q, space)
             survivors = call.survivors(unit, chunk, s)
             softmax.add(s, unit.columns(value, chunk, call.dtype), survivors)
         if chunk.last:
@@ -85,12 +85,12 @@ def forward(
     return out, lse, top, entropy
 
 
-def _scores(
+def modified_scores(
     call: Call, unit: Unit, chunk: Chunk, keeps: list[Keep], q: Tensor, space: Workspace
 ) -> Tensor:
     """Return the modified, masked scores of a chunk, [lanes, stacked rows, width].
 
-    The scores still lack `Call.factor`.
+    Masked scores are -inf, or 0 without a softmax. The scores still lack `Call.factor`.
     """
     stacked = call.scores(q, unit.columns(call.key, chunk, call.dtype), space)
     s = unit.spread(stacked, chunk)

@@ -41,8 +41,8 @@ class Hooks(Protocol):
         has_softmax: whether a softmax makes the weights of the values; otherwise the modified
             scores are the weights, 0 where masked.
         sink: [Hq], one more logit in the denominator of each row; None for none.
-        survivor_scale: 0-d, the factor of elements of the softmax that dropout keeps; None without
-            dropout. Then `survivors` is not called.
+        survivor_scale: 0-d, the factor of weights that dropout keeps; None without dropout. Then
+            `survivors` is not called.
         sink_grad: [Hq], to which `backward` adds the gradient of the sink; None to compute none.
     """
 

@@ -257,7 +257,7 @@ class Epilogue:
         words = cute.recast_tensor(rounded, Int32)  # i32, pairs of neighbouring columns
         odd = (lane & 1) != 0
         first = 8 * (lane & 1) + 4 * ((lane & 3) >> 1)
-        groups, depth = cute.size(words) // 2, out.shape[3]
+        groups = cute.size(words) // 2
         swapped = cute.make_rmem_tensor(groups, Int32)  # i32, words of one row in store order
         for r in cutlass.range_constexpr(ROWS):
             for j in cutlass.range_constexpr(groups // 2):
@@ -269,12 +269,34 @@ class Epilogue:
                 position = place.work.batch, place.work.head, row + ROW_STEP * r, first
                 start = cute.domain_offset(position, out).iterator
                 values = cute.recast_tensor(swapped, self.dtype)
-                for j in cutlass.range_constexpr(groups // 2):
-                    if const_expr(16 * j + 16 <= depth):
-                        self._store_group(values, start, j)
-                    elif const_expr(16 * j < depth):
-                        if first < 8:
-                            self._store_group(values, start, j)
+                self._store_row(values, start, first, place, groups // 2, out.shape[3])
+
+    @cute.jit
+    def _store_row(
+        self,
+        values: Any,
+        start: Any,
+        first: Int32,
+        place: RowPlace,
+        groups: cutlass.Constexpr,
+        depth: cutlass.Constexpr,
+    ):
+        """Store the thread's 8 bytes of each group of 16 columns that the output has.
+
+        Args:
+            values: 16 bits [4 * groups], the thread's values in store order.
+            start: address of the thread's first value in the row.
+            first: column of the thread's first value.
+            place: position of the rows.
+            groups: number of groups.
+            depth: columns of the output.
+        """
+        for j in cutlass.range_constexpr(groups):
+            if const_expr(16 * j + 16 <= depth):
+                self._store_group(values, start, j)
+            elif const_expr(16 * j < depth):
+                if first < 8:
+                    self._store_group(values, start, j)
 
     def _store_group(self, values: Any, start: Any, j: int) -> None:
         """Store the thread's 8 bytes of column group `j` (16 columns)."""

@@ -41,6 +41,7 @@ class WorkTile(IntEnum):
     NUM_UNMASKED = 4
     VALID = 5  # 0 after the last work tile; the other words are then undefined
     SPLIT_SLOT = 6  # >= 0: part of a split row
+    VALUE_PART = 7  # part of the value columns, only for head dims above 256
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,14 @@ class TileScheduler:
 
     A CTA begins with the work tile of its own index. It takes the next ones from a counter in
     global memory, so that a faster CTA processes more work tiles.
+
+    Args:
+        parts: CTAs that each take one part of a work tile, a power of two. The number of the part
+            then follows the words of the work tile.
     """
+
+    def __init__(self, parts: int = 1) -> None:
+        self.parts = parts
 
     @cute.jit
     def run(
@@ -125,12 +133,14 @@ class TileScheduler:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         live = work_tiles[0, WorkItem.NUM_LIVE]
+        if const_expr(self.parts > 1):
+            live = live * self.parts
         index, position = Int32(cta), Int32(0)
         while index < live:
-            words = [work_tiles[index, i] for i in range(ITEM_WORDS)]
+            words = self._words(work_tiles, index)
             work.wait_empty(position)
             with cute.arch.elect_one():  # the lane that stores the words also arrives
-                for i in cutlass.range_constexpr(ITEM_WORDS):
+                for i in cutlass.range_constexpr(len(words)):
                     next_tile[i] = words[i]
                 cute.arch.mbarrier_arrive(work.full)
             position += 1
@@ -146,6 +156,13 @@ class TileScheduler:
         with cute.arch.elect_one():
             next_tile[WorkItem.BATCH] = Int32(END)
             cute.arch.mbarrier_arrive(work.full)
+
+    def _words(self, work_tiles: cute.Tensor, index: Int32) -> list[Int32]:
+        """Return the words of a work tile, then the number of the part if there are parts."""
+        if self.parts == 1:
+            return [work_tiles[index, i] for i in range(ITEM_WORDS)]
+        row, part = index >> (self.parts.bit_length() - 1), index & (self.parts - 1)
+        return [*(work_tiles[row, i] for i in range(ITEM_WORDS)), part]
 
 
 class Producer:

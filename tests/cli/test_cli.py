@@ -179,6 +179,23 @@ def test_explain(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "B=2 H=4 Sq=256 Skv=512" in out
 
 
+def test_explain_and_check_take_what_makes_the_weights(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explain = ["explain", f"{file}:variant", "--q-len", "64", "--heads", "4"]
+    assert main([*explain, "--sink", "--dropout", "0.25"]) == 0
+    out, _ = capsys.readouterr()
+    assert "exp(sink[h])" in out
+    assert "probability 64/256" in out
+    assert main([*explain, "--sink", "--normalization", "sigmoid"]) == 2
+    assert "drop one" in capsys.readouterr().err
+    check = ["check", f"{file}:variant", "--examples", "2", "--normalization"]
+    assert main([*check, "sigmoid"]) == 0
+    assert "passed: 2 cases" in capsys.readouterr().out
+    assert main([*check, "max"]) == 2
+    assert "normalization must be one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "shape"),
     [

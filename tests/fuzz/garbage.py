@@ -257,6 +257,7 @@ OBJECTS: Pool = {
     "namespace": lambda: types.SimpleNamespace(lse=3, max_scores="x"),
     "Variant": lambda: attnkit.Variant(),
     "AuxRequest": lambda: attnkit.AuxRequest(True, True),
+    "AuxRequest of column sums": lambda: attnkit.AuxRequest(column_sums=True),
     "AuxRequest of garbage": lambda: attnkit.AuxRequest("x", math.nan),  # type: ignore[arg-type]
     "device": lambda: torch.device("cpu", 7),
     "cuda": lambda: torch.device("cuda"),

@@ -566,7 +566,8 @@ SUBJECTS: dict[str, Subject] = {
                 "kernel_options": None,
                 "backend": "auto",
             }
-            | {"dtype": torch.bfloat16, "sms": None, "arch": None}
+            | {"dtype": torch.bfloat16, "sms": None, "arch": None, "normalization": "softmax"}
+            | {"sink": None, "dropout_p": 0.0, "return_aux": None}
         ),
         KINDS,
     ),
@@ -633,8 +634,11 @@ SUBJECTS: dict[str, Subject] = {
                 "q-len": 64,
                 "dtype": "float32",
                 "device": "cpu",
+                "normalization": "softmax1",
+                "dropout": 0.1,
             },
-            "check": {"target": "masks:causal()", "q-len": 8, "examples": 1, "seed": 0},
+            "check": {"target": "masks:causal()", "q-len": 8, "examples": 1, "seed": 0}
+            | {"normalization": "none"},
             "compile": {"target": "masks:causal()", "arch": "sm_75", "head-dim": 7},
             "emulate": {"target": "masks:causal()", "arch": "sm_75", "q-len": 16, "mode": "x"},
             "doctor": {"nothing": None},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import attnkit
 from attnkit import UnsupportedError, Variant, explain
+from attnkit.errors import ConflictError
 from attnkit.schedule.plan import has_dsl
 
 SLOPES = torch.rand(4)
@@ -79,6 +82,69 @@ def test_errors_are_those_of_the_operator() -> None:
         explain(alibi, q_len=0)
     with pytest.raises(attnkit.BoundsError, match="IDS"):
         explain(alibi, document, q_len=8192, heads=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"normalization": "softmax1"}, ["weight = exp(s) / (1 + sum(exp(s)))"]),
+        ({"normalization": "sigmoid"}, ["d weight / d s = weight * (1 - weight)"]),
+        ({"normalization": "none"}, ["weight = s, 0 where masked"]),
+        ({"sink": torch.zeros(4)}, ["weight = exp(s) / (exp(sink[h]) + sum(exp(s)))"]),
+        (
+            {"dropout_p": 0.1},
+            ["weight = exp(s) / sum(exp(s))", "probability 26/256, or else multiplied by 256/230"],
+        ),
+        (
+            {"dropout_p": 0.5, "normalization": "none"},
+            ["weight = s, 0 where masked", "probability 128/256"],
+        ),
+        (
+            {"return_aux": attnkit.AuxRequest(entropy=True, column_sums=True)},
+            ["entropy: of the same pass", "column_sums: a second pass over the tiles, one more"],
+        ),
+    ],
+)
+def test_what_makes_the_weights(options: dict[str, Any], parts: list[str]) -> None:
+    before = torch.random.get_rng_state()
+    report = str(explain(alibi, document, q_len=512, heads=4, **options))
+    assert all(part in report for part in parts)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert "\nweights\n" not in str(explain(alibi, document, q_len=512, heads=4))
+
+
+def test_the_plan_follows_the_weights() -> None:
+    """Tile sizes and the program are those of the call, as far as a kernel has others for it."""
+    if not has_dsl():
+        pytest.skip("no kernel without the DSL")
+    options: dict[str, Any] = {"q_len": 512, "head_dim": 256, "backend": "emulate"}
+    plain, dropped = (explain(**options, dropout_p=p).plan.block for p in (0.0, 0.5))
+    assert plain != dropped
+    sigmoid = explain(**options, normalization="sigmoid")
+    assert sigmoid._program.score is not None
+    assert "softmax" not in sigmoid.formula
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"normalization": "max"}, attnkit.OptionError, "normalization must be one of"),
+        ({"dropout_p": 1.0}, attnkit.OptionError, r"dropout_p must be in \[0, 1\)"),
+        ({"sink": torch.zeros(3)}, attnkit.ShapeError, r"sink has shape \(3,\); expected \(4,\)"),
+        ({"sink": torch.zeros(4), "normalization": "sigmoid"}, ConflictError, "denominator"),
+        ({"normalization": "none", "arch": "sm_90a"}, attnkit.OptionError, "leave arch out"),
+        (
+            {"normalization": "none", "return_aux": attnkit.AuxRequest(lse=True)},
+            attnkit.OptionError,
+            "asks for a statistic of a softmax",
+        ),
+    ],
+)
+def test_weights_that_no_call_has(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        explain(alibi, q_len=64, heads=4, **options)
 
 
 def test_tables_by_distance() -> None:

@@ -90,6 +90,52 @@ def test_is_the_softmax_without_the_elements_that_the_page_drops(backend: str) -
             torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "none"])
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_drops_weights_that_are_no_softmax(backend: str, name: str) -> None:
+    """The same elements as of a softmax; column sums are those before."""
+    tensors, slopes = draw(), torch.rand(4, dtype=F64).requires_grad_()
+    query, key, value, _ = tensors
+    keys, values = (t.repeat_interleave(2, 1) for t in (key, value))
+    rows, columns = (torch.arange(n) for n in LENGTHS)
+    scores = query @ keys.mT / 4 - slopes[:, None, None] * (rows[:, None] - columns)
+    scores = scores.sigmoid() if name == "sigmoid" else scores
+    scores = torch.where(columns <= rows[:, None] - 5, scores, 0.0)
+    exact_out = (scores * factors(0.3, LENGTHS)) @ values
+    learned = [query, key, value, slopes]
+    weight = torch.randn_like(exact_out)
+    exact = torch.autograd.grad(exact_out, learned, weight, retain_graph=True)
+    mod = lambda s, b, h, q, kv: s - slopes[h] * (q - kv)
+    options: dict[str, Any] = {"normalization": name, "backend": backend}
+    for _ in range(3):
+        out = attend([query, key, value, None], mod, return_lse=False, **options)  # type: ignore[list-item]
+        gradients = torch.autograd.grad(out, learned, weight)
+        for ours, true in zip((out, *gradients), (exact_out, *exact), strict=True):
+            torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+    request = AuxRequest(column_sums=True)
+    _, aux = attend(
+        [query, key, value, None],  # type: ignore[list-item]
+        mod,
+        return_lse=False,
+        return_aux=request,
+        **options,
+    )
+    torch.testing.assert_close(aux.column_sums, scores.sum(2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "none"])
+def test_no_kernel_drops_weights_that_are_no_softmax(name: str) -> None:
+    pytest.importorskip("cutlass")
+    tensors = [t.detach() for t in draw(torch.bfloat16)[:3]]
+    options: dict[str, Any] = {"normalization": name, "return_lse": False}
+    with pytest.raises(
+        UnsupportedError, match=f"with normalization='{name}' no kernel has dropout"
+    ):
+        attend([*tensors, None], backend="emulate", **options)  # type: ignore[list-item]
+    out = attend([*tensors, None], backend="auto", **options)  # type: ignore[list-item]
+    assert torch.equal(out, attend([*tensors, None], **options))  # type: ignore[list-item]
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     tensors = [t.detach()[..., :8, :4].clone() if t.ndim == 4 else t.detach() for t in draw()]
     learned = [t.requires_grad_() for t in tensors]

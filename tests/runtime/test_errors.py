@@ -390,3 +390,60 @@ def test_options_of_flex_attention_are_accepted() -> None:
 def test_zero_dimensional_captured_tensors_may_stay_on_the_cpu() -> None:
     gain = torch.tensor(2.0)
     attnkit.util.arguments.check_captured("score_mod", ["gain"], [gain], torch.device("cuda"))
+
+
+def _doors() -> dict[str, Any]:
+    """Return public functions of query, key and value [2, 2, 16, 8]."""
+    from attnkit.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+    from attnkit.integrations.torch_attention import varlen_attn
+
+    offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
+
+    def packed(function: Any) -> Any:
+        lengths = (offsets, offsets, 16, 16)
+        return lambda *qkv: function(*(x.transpose(1, 2).flatten(0, 1) for x in qkv), *lengths)
+
+    return {
+        "flex_attention": flex_attention,
+        "eager": lambda *qkv: flex_attention(*qkv, backend="eager"),
+        "flex": attnkit.flex.flex_attention,
+        "Variant": attnkit.Variant(),
+        "flash_attn_func": lambda *qkv: flash_attn_func(*(x.transpose(1, 2) for x in qkv)),
+        "flash_attn_varlen_func": packed(flash_attn_varlen_func),
+        "varlen_attn": packed(varlen_attn),
+        "without data": lambda *qkv: flex_attention(*(x.to("meta") for x in qkv)),
+        "compiled": torch.compile(flex_attention, fullgraph=True, backend="eager"),
+    }
+
+
+@pytest.mark.parametrize("door", _doors())
+def test_two_dtypes_are_refused_with_the_costs_of_converting(door: str) -> None:
+    function, shape = _doors()[door], (2, 2, 16, 8)
+    bf16, f16 = torch.bfloat16, torch.float16
+    whole = (
+        "key has dtype torch.float16, query has torch.bfloat16; .*rounds, and copies at every call"
+    )
+    costs = r"key.to\(torch.bfloat16\) writes (1024 bytes|a copy)"
+    other = (
+        r"query.to\(torch.float16\) writes (1024 bytes|a copy), and gives an output of that dtype"
+    )
+    with pytest.raises(DTypeError, match=f"{whole}.*{costs}.*{other}"):
+        function(*(t(*shape, dtype=d) for d in (bf16, f16, f16)))
+    with pytest.raises(DTypeError, match=r"value.to\(torch.bfloat16\) writes") as caught:
+        function(*(t(*shape, dtype=d) for d in (bf16, bf16, f16)))
+    assert "query.to" not in str(caught.value)
+
+
+def test_the_cost_of_converting_a_cache_is_in_mebibytes() -> None:
+    query, cache = t(1, 8, 1, 64, dtype=torch.bfloat16), t(1, 8, 1 << 12, 64, dtype=torch.float16)
+    message = (
+        r"key.to\(torch.bfloat16\) writes 4.0 MiB.*query.to\(torch.float16\) writes 1024 bytes"
+    )
+    with pytest.raises(DTypeError, match=message):
+        flex_attention(query, cache, cache)
+
+
+def test_autocast_converts_all_three() -> None:
+    tensors = [t(1, 2, 8, 8, dtype=d) for d in (torch.float32, torch.float16, torch.bfloat16)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flex_attention(*tensors).dtype == torch.bfloat16

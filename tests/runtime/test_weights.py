@@ -219,9 +219,10 @@ def test_statistics_of_a_softmax_are_refused(asked: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_case_of_check_variant_is_refused(name: str) -> None:
-    with pytest.raises(OptionError, match=f"normalization='{name}' cannot be checked yet"):
-        Case(q_len=3, kv_len=4, normalization=name)
+def test_a_case_of_check_variant_has_no_sink(name: str) -> None:
+    assert Case(q_len=3, kv_len=4, normalization=name).results == ("out",)
+    with pytest.raises(OptionError, match=f"normalization='{name}' takes no sink"):
+        Case(q_len=3, kv_len=4, normalization=name, sink=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

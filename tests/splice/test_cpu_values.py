@@ -1,7 +1,7 @@
 """Values in shared memory are those of `eval_torch`; tanh by oneDNN is exact.
 
 They are equal bit for bit but for functions of which PyTorch computes the last elements of a row by
-another routine than the others: there the two differ in the last place.
+another routine than the others, and for products that are added: there the two differ in a rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnkit.splice.cpu_values import Values
 
 SHAPE = (2, 3, 64, 80)  # more elements than SMALL
 UNARY = ["neg", "abs", "floor", "sqrt"]
-BINARY = ["add", "sub", "mul", "min", "max", "fdiv", "mod", "div"]
+BINARY = ["add", "sub", "min", "max", "fdiv", "mod", "div"]  # products: in a test of their own
 
 
 @st.composite
@@ -103,6 +103,46 @@ def test_values_of_functions(name: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=3e-7, atol=0)
 
 
+def factors() -> dict[str, Node]:
+    """Return factors of many shapes: a number, a head's, a row's, a tile's."""
+    q, kv, h = arg("q"), arg("kv"), arg("h")
+    return {
+        "number": const(1.7),
+        "head": load(0, F32, [h]),
+        "row": cast(q, F32),
+        "distance": cast(node("sub", q, kv), F32),
+        "grad": arg("grad"),
+        "score": arg("score"),
+    }
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["add", "sub"]),
+    *(st.sampled_from(sorted(factors())) for _ in range(3)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(), ("score", "grad")]),
+)
+def test_products_that_are_added_are_rounded_once_less(
+    kind: str, term: str, left: str, right: str, first: bool, twice: bool, spent: tuple[str, ...]
+) -> None:
+    """x + a b and x - a b have at most the roundings of both operators, wherever x stands."""
+    nodes = factors()
+    product = node("mul", nodes[left], nodes[right])
+    root = node(kind, product, nodes[term]) if first else node(kind, nodes[term], product)
+    roots = [root, node("neg", product)] if twice else [root]  # which reads the product as well
+    table = torch.linspace(-2, 2, SHAPE[1])
+    env = environment(0, torch.float32)
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in env.items()}
+    exact = evaluate(roots, wide, [table.double()], torch.float64)
+    size = evaluate([product], wide, [table.double()], torch.float64)[0].abs()
+    found = Values().evaluate(roots, env, spent, [table], torch.float32)
+    for ours, true in zip(found, exact, strict=True):
+        assert ours.shape == true.shape
+        assert bool(((ours - true).abs() <= 2**-23 * (size + true.abs())).all())
+
+
 def test_a_linear_score_mod_allocates_nothing_of_a_tiles_size() -> None:
     slope = load(0, F32, [arg("h")])
     distance = cast(build("sub", arg("q"), arg("kv")), F32)
@@ -118,7 +158,7 @@ def test_a_linear_score_mod_allocates_nothing_of_a_tiles_size() -> None:
         place = env["score"].data_ptr()
         (found,) = values.evaluate([root], env, ("score",), [torch.rand(4)], torch.float32)
         assert found.data_ptr() == place
-    assert sum(buffer.numel() for buffer in values._buffers) <= 3 * 4 * 64 * 512
+    assert sum(buffer.numel() for buffer in values._buffers) <= 2 * 64 * 512  # distances alone
 
 
 def numbers() -> Tensor:

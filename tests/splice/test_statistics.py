@@ -69,7 +69,9 @@ def check(ours: Tensor, exact: Tensor, dense: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "with_sink"),
-    [*((kind, False) for kind in MODS), ("none", True), ("no maximum", True), ("row term", True)],
+    sampled(
+        [*((k, False) for k in MODS), ("none", True), ("no maximum", True), ("row term", True)], 2
+    ),
 )
 def test_statistics_on_hopper(kind: str, with_sink: bool) -> None:
     """Repeated calls, relaunched ones too, agree with dense attention."""
@@ -94,7 +96,8 @@ def test_statistics_on_hopper(kind: str, with_sink: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "with_sink"), [(k, False) for k in MODS if k != "columns"] + [("row term", True)]
+    ("kind", "with_sink"),
+    sampled([("row term", True), *((k, False) for k in MODS if k != "columns")], 2),
 )
 def test_statistics_on_blackwell(kind: str, with_sink: bool) -> None:
     tensors, results = draw(0), []
@@ -113,7 +116,7 @@ def test_statistics_on_blackwell(kind: str, with_sink: bool) -> None:
             check(ours, exact, dense)
 
 
-@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("width", sampled([(128,), (256,)], 2))
 def test_head_dims_on_blackwell(width: int) -> None:
     tensors = draw(0, 300, 140, width)
     (_, ours), (_, exact), (_, dense) = (
@@ -238,3 +241,26 @@ def test_deterministic_gradients() -> None:
 def weight(like: Tensor, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(100 + seed)
     return torch.randn(like.shape, generator=random, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("arch", ["", ":sm_100a"])
+def test_column_sums_follow_the_forward_of_a_kernel(arch: str) -> None:
+    """Torch operators sum weights in the tiles of the kernel, from its LSE."""
+    tensors, sink = draw(3, 130, 150), torch.tensor([1.0, -1.0])
+    for t in tensors:
+        t.requires_grad_()
+    mask = lambda b, h, q, kv: (q >= 100) & (kv <= q - 60)
+
+    def run(tensors: list[Tensor], backend: str) -> list[Tensor]:
+        options = {"enable_gqa": True, "return_aux": AuxRequest(column_sums=True)}
+        _, aux = flex_attention(
+            *tensors, MODS["columns"], mask, sink=sink, backend=backend, **options
+        )
+        weight = torch.randn(aux.column_sums.shape, generator=torch.Generator().manual_seed(0))
+        own = weight.to(aux.column_sums.dtype)
+        return [aux.column_sums, *torch.autograd.grad(aux.column_sums, tensors[:2], own)]
+
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    results = run(tensors, f"emulate{arch}"), run(wide, "eager"), run(tensors, "eager")
+    for ours, exact, dense in zip(*results, strict=True):
+        check(ours, exact, dense)

@@ -17,7 +17,7 @@ from attnkit import flex_attention, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
-from tests.sampling import sampled
+from tests.sampling import crossed, sampled
 
 LENGTH = 256
 HEADS = 2
@@ -75,22 +75,23 @@ ORDERED = ("causal", "documents", "softcap", "learned scale", "learned relative 
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize(("name", "head_dim"), sampled(CASES, 3))
+@pytest.mark.parametrize(("name", "head_dim"), sampled(CASES, 5))
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int) -> None:
     clean(name, head_dim)
 
 
 @pytest.mark.assembled
 @pytest.mark.parametrize(
-    ("name", "head_dim"), sampled([(n, d) for n in ORDERED for d in (64, 128)], 3)
+    ("name", "head_dim"), sampled([(n, d) for n in ORDERED for d in (64, 128)], 5)
 )
 def test_sums_in_a_fixed_order_spill_nothing(name: str, head_dim: int) -> None:
     clean(name, head_dim, deterministic=True)
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize("normalization", ["sigmoid", "none"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "normalization"), crossed([64, 128, 256], ["sigmoid", "none"])
+)
 def test_weights_without_a_softmax(head_dim: int, normalization: str) -> None:
     clean("causal", head_dim, normalization=normalization)
 

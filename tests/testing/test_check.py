@@ -88,9 +88,36 @@ def test_compares_captured_gradients_traces_tiles_and_other_tiles() -> None:
 
 
 @settings(max_examples=25)
-@given(testing.variants(SMALL), testing.cases(SMALL))
+@given(testing.variants(SMALL), testing.cases(SMALL, normalization=None))
 def test_any_variant_passes_any_case(drawn: Variant, case: Case) -> None:
     assert check_case(drawn, case).ok
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=400)
+@given(testing.variants(SMALL), testing.cases(SMALL, normalization=None))
+def test_many_variants_pass_any_case(drawn: Variant, case: Case) -> None:
+    assert check_case(drawn, case).ok
+
+
+@pytest.mark.parametrize("normalization", ["sigmoid", "none", "softmax1"])
+def test_checks_other_normalizations(normalization: str) -> None:
+    report = check_variant(alibi, masks.causal(), normalization=normalization, examples=8)
+    assert report.ok
+    found = {row.quantity for row in report.rows}
+    assert {"out", "dquery", "dkey", "dvalue", "column_sums", "fully masked rows"} <= found
+    assert ("lse" in found) == (normalization == "softmax1")
+    assert ("dkey through entropy" in found) == (normalization == "softmax1")
+
+
+def test_a_reference_of_another_normalization() -> None:
+    def sigmoid(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return (query @ key.mT * scale).sigmoid().tril() @ value
+
+    options: dict[str, Any] = {"reference": sigmoid, "examples": 6, "q_len": 20, "kv_len": 20}
+    assert check_variant(None, masks.causal(), normalization="sigmoid", **options).ok
+    report = found(None, masks.causal(), normalization="none", **options)
+    assert {row.backend for row in report.failures} == {"reference"}
 
 
 # --- seeded faults: each must be found, under its own name
@@ -219,6 +246,13 @@ def _crash(monkeypatch: pytest.MonkeyPatch) -> None:
     _around(monkeypatch, cpu, "forward", wrong)
 
 
+def _shorter_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(real: Any, query: Any, key: Any, lse: Any, *rest: Any) -> Any:
+        return real(query, key, lse.index_fill(2, torch.tensor([lse.shape[2] - 1]), 99.0), *rest)
+
+    _around(monkeypatch, cpu, "column_sums", fault)
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "wrong adjoint": (_wrong_adjoint, "dquery"),
     "captured gradient counted twice": (_captured_twice, "dSLOPES"),
@@ -272,6 +306,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "out",
     ),
     "random bits of another head": (_other_bits, "out"),
+    "column sums without the last row": (_shorter_sums, "column_sums"),
 }
 
 
@@ -401,6 +436,7 @@ def test_no_legal_sizes_asks_for_them() -> None:
         ({"q_len": 0}, OptionError, "q_len must be a positive int or a range"),
         ({"heads": (4, 2)}, OptionError, "heads must be a positive int or a range"),
         ({"examples": 0}, OptionError, "examples must be a positive int"),
+        ({"normalization": "max"}, OptionError, "normalization must be one of"),
         ({"mask": documents, "score_mod": Variant()}, ArgumentError, "a whole Variant and mask"),
         ({"score_mod": 3}, ArgumentError, "score_mod must be a function"),
         ({"mask": lambda b, h, q, kv: q - kv}, TraceError, "returned torch.int32"),
@@ -433,7 +469,8 @@ def test_says_where_scores_are_nan() -> None:
 def test_says_which_gradients_are_zero_everywhere() -> None:
     unused = torch.randn(8, requires_grad=True)
     said = notes(lambda s, b, h, q, kv: s + 0.0 * unused[h], heads=4)
-    assert "dunused, dunused through lse: zero, or as small as rounding errors, in every " in said
+    assert "dunused, dunused through lse, " in said
+    assert ": zero, or as small as rounding errors, in every " in said
     # a number for a whole row changes the LSE, and no weight unless there is a sink
     said = notes(lambda s, b, h, q, kv: s + unused[h], heads=4, examples=1)
     assert "dunused: zero, or as small" in said

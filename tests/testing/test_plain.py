@@ -202,7 +202,7 @@ def test_agrees_with_pytorch(drawn: Variant, case: Case) -> None:
         theirs = flex.flex_attention(
             query, key, value, both, scale=case.scale, enable_gqa=True, return_lse=True
         )
-    out, lse, _ = plain.attention(query, key, value, drawn.score_mod, kept, scale=case.scale)
+    out, _, lse, *_ = plain.attention(query, key, value, drawn.score_mod, kept, scale=case.scale)
     live = lse.isfinite()
     torch.testing.assert_close(out[live], theirs[0][live], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse[live], theirs[1][live].double(), rtol=1e-3, atol=1e-3)
@@ -213,7 +213,7 @@ def test_fully_masked_rows_are_zero_and_have_no_gradient() -> None:
     inputs = Case(4, 5, dtype=torch.float64).inputs()
     kept = torch.ones(1, 1, 4, 5, dtype=torch.bool)
     kept[:, :, 2] = False
-    out, lse, top = plain.attention(*inputs, None, kept)
+    out, _, lse, top, _ = plain.attention(*inputs, None, kept)
     assert not out[0, 0, 2].any()
     assert lse[0, 0, 2] == top[0, 0, 2] == -math.inf
     dquery, dkey, _ = torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), inputs)
@@ -224,7 +224,7 @@ def test_fully_masked_rows_are_zero_and_have_no_gradient() -> None:
 
 def test_nan_and_infinite_scores_reach_the_output() -> None:
     inputs = Case(3, 3, dtype=torch.float64).inputs()
-    out, lse, _ = plain.attention(*inputs, lambda s, b, h, q, kv: s + (q * 1.0 - 1).log())
+    out, _, lse, *_ = plain.attention(*inputs, lambda s, b, h, q, kv: s + (q * 1.0 - 1).log())
     # log(-1) is NaN, log(0) is -inf at each key of the row, log(1) is 0
     assert out[0, 0, 0].isnan().all()
     assert not out[0, 0, 1].any()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attnkit.errors import AttnkitError, TraceError
-from attnkit.runtime.compile.hop import attend
+from attnkit.runtime.compile.hop import attend, operator_for
 from attnkit.runtime.compile.op import request_of
 from attnkit.runtime.torch_ops import refuse_transforms
 from attnkit.tracing.tracer import ARGUMENTS, Kind, Traced, trace
@@ -28,12 +28,12 @@ _OperatorVariable: Any = _dynamo.OperatorVariable
 
 
 class AttendVariable(_OperatorVariable):  # type: ignore[misc]
-    """Dynamo variable of `hop.attend`: replaces a call of it by `torch.ops.attnkit.attention`."""
+    """Dynamo variable of `hop.attend`: replaces a call of it by an operator of attnkit."""
 
     _HOP_NAME = "attnkit.flex_attention"
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        query, key, value, score_mod, mask_mod, lists, sizes, sinks, scale, *options = args
+        query, key, value, score_mod, mask_mod, lists, sizes, sinks, rows, scale, *options = args
         try:
             for name, tensor in {"query": query, "key": key, "value": value}.items():
                 refuse_dtensor(name, tensor.as_proxy().node.meta["example_value"])
@@ -68,8 +68,9 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             [numbers.as_tensor(proxy) for proxy in floats],
             request.text,
             None if changes else scale,
+            *rows.as_proxy(),
         )
-        operator = torch.ops.attnkit.attention.default
+        operator = operator_for(rows.as_proxy())
         proxy = tx.output.create_proxy("call_function", operator, arguments, {})
         return _dynamo.wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 

@@ -36,26 +36,31 @@ def attend_eagerly(
     lists: Sequence[Tensor],
     sizes: Sequence[int],
     sinks: Sequence[Tensor],
+    rows: Sequence[Tensor],
     scale: float | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Trace the functions and call `torch.ops.attnkit.attention` with their graphs.
+    """Trace the functions and call an operator with their graphs.
+
+    It is `torch.ops.attnkit.attention`; with `rows`, it is `torch.ops.attnkit.column_sums`.
 
     Args:
         query, key, value, scale: as in `flex_attention`.
         score_mod, mask_mod: functions, or None.
         lists, sizes: block lists and sizes of the mask, see `op.Request.kind`.
         sinks: the state of dropout and the attention sink, if there are any.
+        rows: the LSE of the same call of attention, to compute its column sums; else ().
         options: the other fields of `op.Request`, from `kind` on.
 
     Returns:
-        Output, LSE, row maxima, entropies of the rows and digest of the captured data.
+        Output, LSE, row maxima, entropies of the rows and digest of the captured data; or column
+        sums and that digest.
     """
     score = None if score_mod is None else trace_cached(score_mod, "score", query.device)
     mask = None if mask_mod is None else trace_cached(mask_mod, "mask", query.device)
     scores, masks = ([] if t is None else list(t.tensors) for t in (score, mask))
     request = request_of(score, mask, *options)
-    result: tuple[Tensor, ...] = torch.ops.attnkit.attention(
+    result: tuple[Tensor, ...] = operator_for(rows)(
         query,
         key,
         value,
@@ -67,8 +72,18 @@ def attend_eagerly(
         [],
         request.text,
         scale,
+        *rows,
     )
     return result
+
+
+def operator_for(rows: Any) -> Any:
+    """Return the operator that `attend` calls, see `attend_eagerly`."""
+    if not rows:
+        return torch.ops.attnkit.attention.default
+    from attnkit.runtime.compile import column_sums_op  # noqa: F401, which defines the operator
+
+    return torch.ops.attnkit.column_sums.default
 
 
 attend = _Attend()

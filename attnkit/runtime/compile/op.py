@@ -57,9 +57,9 @@ ATTENTION_BACKWARD = (
 
 # needs_exact_strides: the strides of a tensor decide whether TMA can read it. cudagraph_unsafe: a
 # CUDA graph captured by torch.compile would replay with tiles that may be out of date.
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
-torch.library.define("attnkit::attention", ATTENTION, tags=_TAGS)
-torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=_TAGS)
+TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+torch.library.define("attnkit::attention", ATTENTION, tags=TAGS)
+torch.library.define("attnkit::attention_backward", ATTENTION_BACKWARD, tags=TAGS)
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,12 @@ class OperatorInputs:
         captured = Captured(self.scores, self.masks)
         return ForwardInputs(self.query, self.key, self.value, captured, self.scale)
 
+    @property
+    def after_value(self) -> tuple[Any, ...]:
+        """Return the arguments of an operator that follow the value."""
+        lists = self.scores, self.masks, self.lists, self.sizes, self.ints, self.floats
+        return *(list(x) for x in lists), self.request, self.scale
+
     @staticmethod
     def of(*arguments: Any) -> OperatorInputs:
         """Build the record from the arguments of `torch.ops.attnkit.attention`."""
@@ -248,8 +254,23 @@ class OperatorCall:
     inputs: ForwardInputs
     read: tuple[int, ...]
 
+    def spread(
+        self, found: Sequence[Tensor], scores: Sequence[Tensor], needs_grad: Sequence[bool]
+    ) -> list[Tensor]:
+        """Return the gradients of the operator's tensors `scores` from those that are read.
 
-def _prepared(own: OperatorInputs) -> OperatorCall:
+        The gradient of a tensor that is not read is zero. Those that are not needed are empty.
+        """
+        gradients = [
+            torch.zeros_like(t) if need else t.new_empty(0)
+            for t, need in zip(scores, needs_grad, strict=True)
+        ]
+        for i, gradient in zip(self.read, found, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+
+def prepared_call(own: OperatorInputs) -> OperatorCall:
     """Look up or prepare the call of an operator."""
     refuse_context_parallel()
     raise_if_stale()
@@ -336,7 +357,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     if kernel_call is None:
         if in_forward_ad():  # inside of an operator nobody can tell whether a tensor has a tangent
             torch_ops.refuse_forward_mode()
-        call = _prepared(own)
+        call = prepared_call(own)
         results = torch_ops.run(call.prepared, call.inputs)
         data = call.prepared.guard.digest()
     else:
@@ -369,7 +390,7 @@ def _attention_backward(
         rows = (entropy, grad_entropy) if grad_entropy.numel() else None
         inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad, rows)
         return torch_ops.gradients(kernel_call, inputs)
-    call = _prepared(own)
+    call = prepared_call(own)
     prepared, forward = call.prepared, call.inputs
     prepared.guard.check_digest(int(digest))
     if prepared.kernel_call.check is None:
@@ -378,13 +399,7 @@ def _attention_backward(
     needed = [needs_grad[i] for i in call.read]
     inputs = BackwardInputs.of(forward, (out, lse), grads, needed, rows)
     dquery, dkey, dvalue, found = torch_ops.gradients(prepared.kernel_call, inputs)
-    dscores = [  # the gradient of a tensor that is not read is zero
-        torch.zeros_like(t) if need else query.new_empty(0)
-        for t, need in zip(own.scores, needs_grad, strict=True)
-    ]
-    for i, gradient in zip(call.read, found, strict=True):
-        dscores[i] = gradient
-    return dquery, dkey, dvalue, dscores
+    return dquery, dkey, dvalue, call.spread(found, own.scores, needs_grad)
 
 
 def _needed_outputs(request: str) -> tuple[bool, bool]:
@@ -414,22 +429,66 @@ def _attention_backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, l
     return gradients
 
 
+def save(ctx: Any, own: OperatorInputs, *rows: Tensor) -> None:
+    """Save the arguments of an operator, and results of a call, for `saved` in its backward."""
+    ctx.guard = ctx.runs = None
+    lists = own.lists
+    if torch_ops.needed_outputs(own.request) is not None:
+        names = [f"t{i} of mask_mod" for i in range(len(own.masks))]
+        ctx.guard = DataGuard([state_of(t) for t in own.masks], names)
+        # Block runs may have been built in inference mode, and autograd cannot save such tensors.
+        # Nobody writes them.
+        ctx.runs, lists = list(lists), ()
+    parts = own.scores, own.masks, lists, own.floats
+    ctx.save_for_backward(own.query, own.key, own.value, *rows, *itertools.chain(*parts))
+    ctx.rows = len(rows)
+    ctx.saved_counts = [len(part) for part in parts]
+    ctx.counts = [len(part) for part in (own.scores, own.masks, own.lists, own.floats)]
+    ctx.options = list(own.sizes), list(own.ints), own.request, own.scale
+    ctx.needs_grad = [t.requires_grad for t in own.scores]
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any) -> tuple[OperatorInputs, list[Tensor]]:
+    """Check the captured data; return the arguments of the operator and the `rows` of `save`.
+
+    Raises:
+        StaleDataError: the data has changed since the forward.
+    """
+    # read once: with selective checkpointing torch allows no more
+    query, key, value, *rows = itertools.islice(tensors := iter(ctx.saved_tensors), 3 + ctx.rows)
+    parts = (list(itertools.islice(tensors, n)) for n in ctx.saved_counts)
+    scores, masks, lists, floats = parts
+    lists = lists if ctx.runs is None else ctx.runs
+    if ctx.guard is not None:
+        ctx.guard.check_saved(scores, masks)
+        ctx.guard.launch_backward()
+    sizes, ints, request, scale = ctx.options
+    arguments = scores, masks, lists, sizes, ints, floats, request, scale
+    return OperatorInputs(query, key, value, *arguments), rows
+
+
+def gradients_after_value(ctx: Any, captured: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the gradients of the operator's arguments that follow the value.
+
+    Args:
+        ctx: what `save` filled.
+        captured: those of the score's tensors; any tensor where none is needed.
+    """
+    dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
+    none: list[Any] = [[None] * n for n in ctx.counts[1:]]
+    empty: list[None] = []
+    # torch expects an empty list as the gradient of an empty list, even of a list of numbers
+    dsizes, dints = (None if numbers else empty for numbers in ctx.options[:2])
+    return dcaptured, *none[:2], dsizes, dints, none[2], None, None
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     own = OperatorInputs.of(*inputs)
     out, lse, top, entropy, digest = output
     needs_entropy = _needed_outputs(own.request)[1]
     ctx.mark_non_differentiable(top, digest, *([] if needs_entropy else [entropy]))
-    parts = own.scores, own.masks, own.lists, own.floats
-    rows = out, lse, entropy
-    ctx.save_for_backward(own.query, own.key, own.value, *rows, digest, *itertools.chain(*parts))
-    ctx.counts = [len(part) for part in parts]
-    ctx.options = list(own.sizes), list(own.ints), own.request, own.scale
-    ctx.needs_grad = [t.requires_grad for t in own.scores]
-    ctx.guard = None
-    if torch_ops.needed_outputs(own.request) is not None:
-        names = [f"t{i} of mask_mod" for i in range(len(own.masks))]
-        ctx.guard = DataGuard([state_of(t) for t in own.masks], names)
-    ctx.set_materialize_grads(False)
+    save(ctx, own, out, lse, entropy, digest)
 
 
 def _gradient(
@@ -442,32 +501,14 @@ def _gradient(
 ) -> tuple[Any, ...]:
     grads = grad_out, grad_lse, grad_entropy
     torch_ops.refuse_batched_gradients(g for g in grads if g is not None)
-    # read once: with selective checkpointing torch allows no more
-    *saved, digest = itertools.islice(tensors := iter(ctx.saved_tensors), 7)
-    scores, masks, lists, floats = (list(itertools.islice(tensors, n)) for n in ctx.counts)
-    if ctx.guard is not None:
-        ctx.guard.check_saved(scores, masks)
-        ctx.guard.launch_backward()
-    sizes, ints, request, scale = ctx.options
+    own, (*rows, digest) = saved(ctx)
     dquery, dkey, dvalue, captured = torch.ops.attnkit.attention_backward(
-        *torch_ops.operator_tensors(grads, saved),
+        *torch_ops.operator_tensors(grads, [own.query, own.key, own.value, *rows]),
         digest,
-        scores,
-        masks,
-        lists,
-        sizes,
-        ints,
-        floats,
-        request,
-        scale,
+        *own.after_value,
         ctx.needs_grad,
     )
-    dcaptured = [g if need else None for g, need in zip(captured, ctx.needs_grad, strict=True)]
-    none: list[Any] = [[None] * len(part) for part in (masks, lists, floats)]
-    empty: list[None] = []
-    # torch expects an empty list as the gradient of an empty list, even of a list of numbers
-    dsizes, dints = (None if numbers else empty for numbers in (sizes, ints))
-    return dquery, dkey, dvalue, dcaptured, *none[:2], dsizes, dints, none[2], None, None
+    return dquery, dkey, dvalue, *gradients_after_value(ctx, captured)
 
 
 torch.library.register_autograd("attnkit::attention", _gradient, setup_context=_save)

@@ -76,7 +76,7 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return _as_tensor(mask_mod(b, h, q, kv), b)
 
-    out, lse, top, entropy, _ = operator(
+    inputs = (
         query,
         call.key,
         call.value,
@@ -85,6 +85,8 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         lists,
         (*sizes, *(length for _, _, length in exact)),
         tuple(t for t in (call.dropout, call.sink) if t is not None),
+    )
+    options = (
         call.scale,
         kind,
         tuple(f"{side} {name}" for name, side, _ in exact),
@@ -98,8 +100,10 @@ def _call_operator(operator: Callable[..., Any], call: AttentionCall) -> Any:
         call.normalization,
         call.dropout is not None,
     )
+    out, lse, top, entropy, _ = operator(*inputs, (), *options)
+    sums = operator(*inputs, (lse.detach(),), *options)[0] if aux.column_sums else None
     if call.return_aux is not None:
-        return out, AuxOutput.of(aux, lse, top, entropy)
+        return out, AuxOutput.of(aux, lse, top, entropy, sums)
     return (out, lse) if aux.lse else out
 
 
