@@ -18,9 +18,7 @@ from attnkit.templates.common.dropout import DropoutState, is_kept, pair_mask
 from attnkit.templates.sm90.backward_shared import load_pair
 
 
-def forward_words(
-    state: DropoutState, row: Int32, column: Int32, groups: int
-) -> tuple[Any, Any]:
+def forward_words(state: DropoutState, row: Int32, column: Int32, groups: int) -> tuple[Any, Any]:
     """Return two words with a bit for each element of a thread in a kv block of the forward.
 
     Shifted left by g, they are the two compared words of group g of 16 columns.

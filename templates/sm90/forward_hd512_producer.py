@@ -142,7 +142,9 @@ class Hd512Producer(Producer):
 
         Before the first block, the wait passes at once.
         """
-        stage, phase = chunk_place(bars.k, kv_pos - 1, self.config.k_chunks, self.config.k_chunks - 1)
+        stage, phase = chunk_place(
+            bars.k, kv_pos - 1, self.config.k_chunks, self.config.k_chunks - 1
+        )
         cute.arch.mbarrier_wait(bars.k.empty + stage, phase)
 
     def _load_k(
