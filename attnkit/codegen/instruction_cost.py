@@ -25,6 +25,8 @@ _TAKES = {
     "log1p": 50,
     "erfinv": 73,
     "pow": 75,
+    "lgamma": 115,
+    "digamma": 110,
     "sin": 80,
     "cos": 80,
 }

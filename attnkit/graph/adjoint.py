@@ -246,6 +246,10 @@ def _inverse_gaussian(n: Node) -> Node:
     return build("mul", const(0.5 * math.sqrt(math.pi)), build("exp", build("mul", n, n)))
 
 
+def _second_derivative(n: Node, g: Node) -> Node:
+    raise AssertionError(f"{n.op} is a derivative, and attention has no second one")
+
+
 # op -> the rule of each argument, None for no gradient. Operations that are missing here (floor,
 # fdiv, comparisons, casts, integer operations) have no gradient.
 _RULES: dict[str, tuple[Rule | None, ...]] = {
@@ -273,6 +277,8 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
     "erf": (_by(_gaussian),),
     "erfinv": (_by(_inverse_gaussian),),
+    "lgamma": (_by(lambda n: build("digamma", n.args[0])),),
+    "digamma": (_second_derivative,),
     "atan2": (_angle(1), _angle(0)),
     "round": (_pass,),
     "with_slope": (None, lambda n, g: _times(g, n.args[2]), None),

@@ -76,6 +76,8 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "cos": torch.cos,
     "erf": torch.erf,
     "erfinv": torch.erfinv,
+    "lgamma": torch.lgamma,
+    "digamma": torch.digamma,
     "atan2": torch.atan2,
     "floor": torch.floor,
     "with_slope": _with_slope,

@@ -56,6 +56,8 @@ _INTO: dict[str, Callable[..., Tensor]] = {
     "cos": torch.cos,
     "erf": torch.erf,
     "erfinv": torch.erfinv,
+    "lgamma": torch.lgamma,
+    "digamma": torch.digamma,
     "atan2": torch.atan2,
     "floor": torch.floor,
     "where": torch.where,

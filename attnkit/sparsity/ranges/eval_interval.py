@@ -17,6 +17,7 @@ tight; tiles that they leave undecided are evaluated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -336,6 +337,27 @@ def _angle(y: Interval, x: Interval) -> Interval:
     return _real(low, high, y[0].isnan() | x[0].isnan())
 
 
+_LEAST_AT, _LEAST = 1.4616321, -0.1214863  # where lgamma is least among positive numbers
+
+
+def _log_gamma(a: Interval) -> Interval:
+    """Bound lgamma: falling, then rising for positive numbers, with poles at the others.
+
+    For a < 0 the reflection gamma(a) gamma(1 - a) = pi / sin(pi a) gives lgamma(a) >= log(pi) -
+    lgamma(1 + |a|).
+    """
+    positive = a[0] > 0
+    least = torch.lgamma(a[0].clamp(max=_LEAST_AT).maximum(a[1].clamp(max=_LEAST_AT)))
+    least = torch.where(a[0] > _LEAST_AT, torch.lgamma(a[0]), least)
+    depth = math.log(math.pi) - torch.lgamma(1 + a[0].abs()).clamp(min=0)
+    low = torch.where(positive, least, depth.clamp(max=_LEAST))
+    high = torch.where(positive, torch.maximum(*map(torch.lgamma, a)), math.inf)
+    slack = 2.0**-16  # implementations differ by a few ulp, of 1 near the zeros
+    low = low - low.abs().clamp(min=1) * slack
+    high = high + high.abs().clamp(min=1) * slack
+    return _real(low, high, low.isposinf())
+
+
 def _lt_real(a: Interval, b: Interval) -> Interval:
     return a[1] < b[0], ~(a[0] >= b[1])  # negated, so that NaN means "perhaps"
 
@@ -422,6 +444,7 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "sigmoid": _nearly_increasing(torch.sigmoid),
         "erf": _nearly_increasing(torch.erf),
         "erfinv": _nearly_increasing(torch.erfinv),
+        "lgamma": _log_gamma,
         "atan2": _angle,
         "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,

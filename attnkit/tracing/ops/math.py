@@ -194,7 +194,7 @@ _FLOAT: dict[str, Callable[[Node], Node]] = {
     "softsign": lambda x: build("div", x, build("add", const(1.0), build("abs", x))),
     **{
         name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
-        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv".split()
+        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv lgamma".split()
     },
     "logsigmoid": _log_sigmoid,
     "log10": lambda x: build("mul", build("log", x), const(1 / math.log(10))),
