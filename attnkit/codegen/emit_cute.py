@@ -312,6 +312,7 @@ _EXACT: dict[str, Emit] = {
     "erfinv": lambda n, a: emit_cute_math.erfinv(a),
     "lgamma": lambda n, a: emit_cute_gamma.lgamma(a),
     "digamma": lambda n, a: emit_cute_gamma.digamma(a),
+    "hypot": lambda n, a, b: emit_cute_math.hypot(a, b),
     "atan2": lambda n, a, b: emit_cute_math.atan2(a, b, positive=_above_zero(n.args[1])),
     "floor": _math("floor"),
     "with_slope": lambda n, value, x, slope: value,

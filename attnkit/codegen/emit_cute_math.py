@@ -147,6 +147,19 @@ def erfinv(a: Value) -> Value:
     )
 
 
+def hypot(a: Value, b: Value) -> Value:
+    """Emit sqrt(a * a + b * b) with an error of about 2 ulp, without overflow of the squares.
+
+    An infinite argument gives infinity, beside NaN too.
+    """
+    high, wide = abs(a), abs(b)
+    longer, shorter = cutlass.max(high, wide), cutlass.min(high, wide)  # pass NaN on
+    ratio = select(longer == number(0.0), number(0.0), shorter / longer)
+    length = longer * cute.math.sqrt(cute.math.fma(ratio, ratio, number(1.0)))
+    infinite = (high == number(math.inf)) | (wide == number(math.inf))
+    return select(infinite, number(math.inf), length)
+
+
 def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -> Value:
     """Emit the angle of the point (x, y) with an error of about 2 ulp.
 

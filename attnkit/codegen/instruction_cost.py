@@ -20,6 +20,7 @@ _TAKES = {
     "log": 6,
     "sigmoid": 8,
     "expm1": 18,
+    "hypot": 20,
     "erf": 24,
     "atan2": 34,
     "log1p": 50,

@@ -78,6 +78,7 @@ _OPS: dict[str, Callable[..., Tensor]] = {
     "erfinv": torch.erfinv,
     "lgamma": torch.lgamma,
     "digamma": torch.digamma,
+    "hypot": torch.hypot,
     "atan2": torch.atan2,
     "floor": torch.floor,
     "with_slope": _with_slope,

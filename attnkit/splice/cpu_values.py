@@ -58,6 +58,7 @@ _INTO: dict[str, Callable[..., Tensor]] = {
     "erfinv": torch.erfinv,
     "lgamma": torch.lgamma,
     "digamma": torch.digamma,
+    "hypot": torch.hypot,
     "atan2": torch.atan2,
     "floor": torch.floor,
     "where": torch.where,

@@ -324,6 +324,14 @@ def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], In
     return rule
 
 
+def _length(x: Interval, y: Interval) -> Interval:
+    """Bound hypot(x, y), which rises with the sizes of both."""
+    low, high = (torch.hypot(*ends) for ends in zip(_abs(x), _abs(y), strict=True))
+    slack = 2.0**-16  # implementations differ by a few ulp
+    low, high = low - low * slack - 1e-30, high + high * slack + 1e-30
+    return _real(low, high, low.isposinf() | x[0].isnan() | y[0].isnan())
+
+
 def _angle(y: Interval, x: Interval) -> Interval:
     """Bound atan2(y, x).
 
@@ -445,6 +453,7 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "erf": _nearly_increasing(torch.erf),
         "erfinv": _nearly_increasing(torch.erfinv),
         "lgamma": _log_gamma,
+        "hypot": _length,
         "atan2": _angle,
         "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,
