@@ -375,6 +375,7 @@ _FAST: dict[str, Emit] = {
     "rsqrt": _math("rsqrt", approx=True),
     "tanh": _math("tanh", approx=True),
     "sigmoid": lambda n, a: emit_cute_math.fast_sigmoid(a),
+    "hypot": lambda n, a, b: emit_cute_math.hypot(a, b, approx=True),
     "atan2": lambda n, a, b: emit_cute_math.atan2(
         a, b, positive=_above_zero(n.args[1]), approx=True
     ),

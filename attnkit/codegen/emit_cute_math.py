@@ -147,15 +147,21 @@ def erfinv(a: Value) -> Value:
     )
 
 
-def hypot(a: Value, b: Value) -> Value:
+def hypot(a: Value, b: Value, *, approx: bool = False) -> Value:
     """Emit sqrt(a * a + b * b) with an error of about 2 ulp, without overflow of the squares.
 
     An infinite argument gives infinity, beside NaN too.
+
+    Args:
+        a, b: the arguments.
+        approx: whether to take the root with the approximate instruction of the GPU. That of the
+            division would be 0 for large divisors.
     """
     high, wide = abs(a), abs(b)
     longer, shorter = cutlass.max(high, wide), cutlass.min(high, wide)  # pass NaN on
     ratio = select(longer == number(0.0), number(0.0), shorter / longer)
-    length = longer * cute.math.sqrt(cute.math.fma(ratio, ratio, number(1.0)))
+    root = cute.math.sqrt(cute.math.fma(ratio, ratio, number(1.0)), approx=approx)
+    length = longer * root
     infinite = (high == number(math.inf)) | (wide == number(math.inf))
     return select(infinite, number(math.inf), length)
 
