@@ -123,8 +123,9 @@ class GraphBackward(GraphForward, LearnedIndices):
             adjoints += load.args[:count]
         # one set of stages, so that the score_mod and its derivative share sub-expressions
         scored = [*parts, self._slope] if self.has_derivative else parts
-        self._score = Stages(scored, indices)
-        self._adjoint = Stages(adjoints, indices)
+        # a sigmoid may be the weight itself, of which subnormal values do not matter
+        self._score = Stages(scored, indices, flush=not softmax)
+        self._adjoint = Stages(adjoints, indices, flush=not softmax)
         self._block_loads = BlockLoads(
             (*self._score.roots, *self._adjoint.roots), indices, reads_by_row_and_column
         )

@@ -41,6 +41,7 @@ def emit(
     tensors: Sequence[Value],
     *,
     fast: bool = False,
+    flush: bool = False,
     indices: LoadIndices = LOAD_INDICES,
     memo: dict[Node, Value] | None = None,
 ) -> list[Value]:
@@ -53,6 +54,7 @@ def emit(
         tensors: captured tensors by slot, as `cute.Tensor` of any number type; a 0-d tensor has
             shape (1,).
         fast: whether to use the approximate instructions of the GPU, see the module docstring.
+        flush: whether sigmoids below 2^-126 may become 0, which is faster; needs `fast`.
         indices: which loads wrap negative indices, and which are clamped. Other index checks are
             not emitted.
         memo: node -> value that is already emitted, such as a value of the row. The arguments of
@@ -63,7 +65,7 @@ def emit(
         One Int32, Float32 or Boolean for each root.
     """
     values = {} if memo is None else memo
-    table = _FAST if fast else _EXACT
+    table = (_FLUSHING if flush else _FAST) if fast else _EXACT
     for n in _order(roots, values):
         args = [values[a] for a in n.args]
         if n.op == "arg":
@@ -379,4 +381,9 @@ _FAST: dict[str, Emit] = {
     "atan2": lambda n, a, b: emit_cute_math.atan2(
         a, b, positive=_above_zero(n.args[1]), approx=True
     ),
+}
+
+_FLUSHING: dict[str, Emit] = {
+    **_FAST,
+    "sigmoid": lambda n, a: emit_cute_math.flushing_sigmoid(a),
 }

@@ -64,14 +64,21 @@ class Stages:
         roots: the expressions.
         indices: which loads wrap negative indices, and which are clamped.
         fast: whether to use the approximate instructions of the GPU, as in `emit`.
+        flush: whether sigmoids below 2^-126 may become 0, as in `emit`.
     """
 
     def __init__(
-        self, roots: Sequence[Node], indices: LoadIndices = LOAD_INDICES, *, fast: bool = True
+        self,
+        roots: Sequence[Node],
+        indices: LoadIndices = LOAD_INDICES,
+        *,
+        fast: bool = True,
+        flush: bool = False,
     ) -> None:
         self.roots = tuple(roots)
         self._indices = indices
         self._fast = fast
+        self._flush = flush
         self._nodes = hoisted(self.roots)
 
     def nodes_at(self, level: Level) -> tuple[Node, ...]:
@@ -151,4 +158,5 @@ class Stages:
     def _emit(
         self, roots: Sequence[Node], env: dict[str, Any], tensors: Sequence[Any], memo: Any
     ) -> list[Any]:
-        return emit(roots, env, tensors, fast=self._fast, indices=self._indices, memo=memo)
+        options = {"fast": self._fast, "flush": self._flush}
+        return emit(roots, env, tensors, **options, indices=self._indices, memo=memo)

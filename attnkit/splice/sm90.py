@@ -101,7 +101,7 @@ def config_of(
     if form.weight:
         # a second P buffer would serialise the products: no branch separates them from its writes
         kind = "sigmoid" if form.weight == "sigmoid" else "none"
-        config |= {"softmax": kind, "double_buffer_p": False, "exp_before_wait": kind == "sigmoid"}
+        config |= {"softmax": kind, "double_buffer_p": False}
     elif (
         form.ceiling is not None
         and form.ceiling <= CEILING

@@ -63,7 +63,6 @@ from attnkit.templates.sm90.forward_producer import (
     record_of,
 )
 from attnkit.templates.sm90.softmax import RowState, Softmax, TileValues
-from attnkit.templates.sm90.weights import keep_weights_here
 
 PRODUCER_WARP, SCHEDULER_WARP, CLEARING_WARP = 0, 1, 2
 
@@ -496,10 +495,7 @@ class Forward:
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
         if self.config.exp_before_wait:
-            if self.config.weights:
-                keep_weights_here(mma.acc_s)
-            else:
-                keep_exponentials_here(state)
+            keep_exponentials_here(state)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
         device.arrive(bars.v.empty + v_stage)
         if self.config.double_buffer_p:

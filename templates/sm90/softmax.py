@@ -31,7 +31,7 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import at_least, largest, own_sink, rescaled_moment
 from attnkit.templates.sm90.config import ForwardConfig
 from attnkit.templates.sm90.dropout import forward_words
-from attnkit.templates.sm90.weights import write_weights
+from attnkit.templates.sm90.weights import write_scores, write_sigmoids
 
 # The delayed maximum is kept while a thread's sum of P over a row of a block does not exceed this.
 # No P is larger than the sum, so that P in float16 (at most 65504) cannot overflow.
@@ -337,10 +337,13 @@ class Softmax:
                 acc_s[i] = x
         return hooks.block(site, tile.head, block.start)
 
-    def apply_mask(self, bits: list[list[Int32]] | None, acc_s: cute.Tensor) -> None:
-        """Set the masked scores in place to -inf, or to 0 if scores are weights."""
+    def apply_mask(
+        self, bits: list[list[Int32]] | None, acc_s: cute.Tensor, masked: float | None = None
+    ) -> None:
+        """Set the masked scores in place to `masked`; by default -inf, or 0 if scores are weights."""
         if bits is not None:
-            masked = 0.0 if self.config.softmax == "none" else NEG_INF
+            if masked is None:
+                masked = 0.0 if self.config.softmax == "none" else NEG_INF
             for i in range(cute.size(acc_s)):
                 j = column_of(i)
                 keep = device.bit(bits[row_of(i)][j // 32], j)
@@ -377,6 +380,7 @@ class Softmax:
         visit: Any = None,
         small: bool = True,
         moment: cute.Tensor | None = None,
+        finite: bool = False,
     ) -> Any:
         """Compute P of row `r` from its scores, and return the thread's sum over the row.
 
@@ -390,6 +394,7 @@ class Softmax:
             small: whether an exponent may be below -126.
             moment: f32 [2], in which row `r` is set to the thread's sum of P log2(P) if the kernel
                 writes entropies.
+            finite: whether `moment` may become NaN if a score is -inf; that saves instructions.
         """
         mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
         sums: list[Any] = [None] * CHAINS
@@ -407,7 +412,8 @@ class Softmax:
                 c = (t + k) % CHAINS
                 sums[c] = value if sums[c] is None else sums[c] + value
                 if self.config.need_entropy:
-                    product_sum = device.shifted(value, at_least(exponents[k]), product_sum)
+                    exponent = exponents[k] if finite else at_least(exponents[k])
+                    product_sum = device.shifted(value, exponent, product_sum)
             if pairs is None:
                 acc_s[mine[t]], acc_s[mine[t + 1]] = values
             else:
@@ -438,7 +444,7 @@ class Softmax:
         nan = self.config.need_max  # torch's maximum propagates NaN
         factor = self.factor(tile)
         if self.config.weights:
-            write_weights(self.config, acc_s, p, factor)
+            self._write_weights(None, acc_s, p, factor)
             return
         for r in range(ROWS):
             reference = None
@@ -469,10 +475,11 @@ class Softmax:
             state: state of the thread's rows, updated.
         """
         base, factor = self.apply_score_mod(tile, block, acc_s), self.factor(tile)
-        self.apply_mask(bits, acc_s)
         kind = self.config.softmax
+        if kind != "sigmoid":
+            self.apply_mask(bits, acc_s)
         if self.config.weights:
-            write_weights(self.config, acc_s, p, factor)
+            self._write_weights(bits, acc_s, p, factor)
         elif kind == "no-max":
             row_sum, moment, small = state.sum, self._block_moment(), bits is not None
             for r in range(ROWS):
@@ -480,9 +487,30 @@ class Softmax:
                 row_sum[r] = row_sum[r] + total
             self._add_moment(state, moment)
         elif kind == "delayed-max":
-            self._delayed_max(acc_s, p, state, base, factor)
+            self._delayed_max(acc_s, p, state, base, factor, bits is None)
         else:
             self._online(acc_s, p, state, base, factor)
+
+    def _write_weights(
+        self,
+        bits: list[list[Int32]] | None,
+        acc_s: cute.Tensor,
+        p: cute.Tensor | None,
+        factor: Float32 | None,
+    ) -> None:
+        """Write P of a block without a softmax over the scores; if `p` is given, pack it there.
+
+        `bits` is the mask of a sigmoid that the scores do not have yet.
+        """
+        if self.config.softmax == "sigmoid":
+            write_sigmoids(acc_s, Float32(1.0) if factor is None else factor)
+            self.apply_mask(bits, acc_s, 0.0)
+        else:
+            write_scores(acc_s, factor)
+        if p is not None:
+            pairs = cute.recast_tensor(p, Int32)  # i32, two of P each
+            for i in range(0, cute.size(acc_s), 2):
+                pairs[i // 2] = device.pack(acc_s[i], acc_s[i + 1], self.dtype)
 
     def _block_moment(self) -> cute.Tensor | None:
         """Allocate registers for a block's sums of P log2(P); None without entropies."""
@@ -503,10 +531,12 @@ class Softmax:
         state: RowState,
         base: Float32 | None,
         factor: Float32 | None,
+        finite: bool,
     ) -> None:
         """Compute P against the maximum of the previous blocks, and recompute it if that is unsafe.
 
-        The row sums show whether it is safe, because no P is larger than the sum of its row.
+        The row sums show whether it is safe, because no P is larger than the sum of its row. With
+        entropies, P is also recomputed if the block was assumed to be `finite` and is not.
         """
         exact = self.config.need_max
         peak = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2], the block's maxima
@@ -517,7 +547,9 @@ class Softmax:
             highest = _Highest(acc_s, True)
             reference = _reference(state.max[r], base, factor)
             visit = highest.take if exact else None
-            total[r] = self.compute_p(acc_s, p, r, reference, factor, visit, moment=moment)
+            total[r] = self.compute_p(
+                acc_s, p, r, reference, factor, visit, moment=moment, finite=finite
+            )
             state.scale[r] = Float32(1.0)
             # a row that is fully masked so far has no maximum yet
             unset = state.max[r] == Float32(NEG_INF)
@@ -526,6 +558,9 @@ class Softmax:
                 most = highest.value()
                 peak[r] = device.quad_max(most if base is None else most + base, True)
                 state.highest[r] = cute.arch.fmax(state.highest[r], peak[r], nan=True)
+        if moment is not None and finite:
+            both = moment[0] + moment[1]
+            grown = grown | (both != both)  # NaN
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
         sums = total, total if moment is None else moment

@@ -1,49 +1,68 @@
-"""Write P of a Hopper forward without a softmax."""
+"""Compute P of a Hopper forward without a softmax."""
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, cute
+import math
+import os
+from typing import Any
+
+import cutlass
+from cutlass import Float32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.sigmoid import MINUS, sigmoid, sigmoid_on_mufu
-from attnkit.templates.sm90.config import ForwardConfig
+
+# With a = 1 + 2**-x the sigmoid of x is 1 / a. The MUFU unit has no time for a reciprocal of every
+# score besides the power, so that elements share one: 1 / a = b * (1 / (a * b)). This needs products
+# whose reciprocals are not subnormal. Otherwise each element has a reciprocal of its own.
+SHARING = int(os.environ.get("SHARING", "2"))  # elements that share a reciprocal
+LARGEST_PRODUCT = 2.0**125
+CHAINS = 4  # independent dependency chains of sums, to hide latency
 
 
-def write_weights(
-    config: ForwardConfig, acc_s: cute.Tensor, p: cute.Tensor | None, factor: Float32 | None
-) -> None:
-    """Write P of a block: score * factor, or the sigmoid of it.
+def write_scores(acc_s: cute.Tensor, factor: Float32 | None) -> None:
+    """Multiply the scores, which are P, by `factor` in place; None for 1."""
+    for i in range(cute.size(acc_s)):
+        acc_s[i] = device.shifted(acc_s[i], factor, None)
 
-    Args:
-        config: compile-time configuration.
-        acc_s: f32, the modified scores, after the mask; overwritten if `p` is None.
-        p: registers for pairs of P in the dtype; None writes P unpacked over the scores.
-        factor: factor of the scores; None for 1.
-    """
-    pairs = None if p is None else cute.recast_tensor(p, Int32)  # i32, two of P each
+
+@cute.jit
+def write_sigmoids(acc_s: cute.Tensor, factor: Float32):
+    """Write 1 / (1 + 2**-x) with x = score * factor over the scores, f32."""
     count = cute.size(acc_s)
-    low, high, minus = acc_s[0], acc_s[1], Int32(MINUS)
-    for i in range(0, count, 2):
-        if i == count // 2:
-            # the second half waits for the first: all at once would not fit in the registers
-            (minus,) = device.after([Int32(MINUS)], [high])
-        low, high = (device.shifted(acc_s[i + k], factor, None) for k in range(2))
-        if config.softmax == "sigmoid":
-            # half of the scores each, because either unit alone would take longer than the MMAs
-            low, high = sigmoid(low, config.dtype, minus), sigmoid_on_mufu(high, minus)
-        if pairs is None:
-            acc_s[i], acc_s[i + 1] = low, high
-        else:
-            pairs[i // 2] = device.pack(low, high, device.DTYPES[config.dtype])
+    for i in cutlass.range_constexpr(count):
+        acc_s[i] = Float32(1.0) + device.exp2(-(acc_s[i] * factor))
+    sums = _products(acc_s)
+    # the comparison is false for NaN too
+    safe = sums <= Float32(LARGEST_PRODUCT)
+    if cute.arch.vote_all_sync(safe):
+        for i in cutlass.range_constexpr(0, count, SHARING):
+            group = [acc_s[i + k] for k in range(SHARING)]
+            for k, x in enumerate(_reciprocals(group)):
+                acc_s[i + k] = x
+    else:
+        for i in cutlass.range_constexpr(count):
+            acc_s[i] = cute.arch.rcp_approx(acc_s[i])
 
 
-def keep_weights_here(weights: cute.Tensor) -> None:
-    """Keep weights that are never negative before the wait for P V, as `keep_exponentials_here`.
+def _products(values: cute.Tensor) -> Any:
+    """Return the sum of the products of groups that share a reciprocal; all values are positive."""
+    sums: list[Any] = [Float32(0.0)] * CHAINS
+    for i in range(0, cute.size(values), SHARING):
+        group = [values[i + k] for k in range(SHARING)]
+        first, last = math.prod(group[1 : SHARING // 2], start=group[0]), group[SHARING // 2]
+        last = math.prod(group[SHARING // 2 + 1 :], start=last)
+        c = i // SHARING % CHAINS
+        sums[c] = cute.math.fma(first, last, sums[c])
+    return sums[0] + sums[1] + (sums[2] + sums[3])
 
-    The emitted `nanosleep` is predicated on the sign of all weights together.
-    """
-    bits = cute.recast_tensor(weights, Int32)  # the same elements
-    signs = bits[0]
-    for i in range(1, cute.size(bits)):
-        signs = signs | bits[i]
-    cute.arch.inline_ptx("nanosleep.u32 1;", predicate=signs < Int32(0))
+
+def _reciprocals(values: list[Any], of_all: Any = None) -> list[Any]:
+    """Return the reciprocals of a power of two of values, from that of their product."""
+    if len(values) == 1:
+        return [of_all]
+    half = len(values) // 2
+    parts = values[:half], values[half:]
+    low, high = (math.prod(part[1:], start=part[0]) for part in parts)
+    if of_all is None:
+        of_all = cute.arch.rcp_approx(low * high)
+    return _reciprocals(parts[0], of_all * high) + _reciprocals(parts[1], of_all * low)
