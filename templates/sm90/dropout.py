@@ -18,9 +18,7 @@ from attnkit.templates.common.dropout import DropoutState, is_kept, pair_mask
 from attnkit.templates.sm90.backward_shared import load_pair
 
 
-def forward_words(
-    state: DropoutState, row: Int32, column: Int32, groups: int
-) -> tuple[Any, Any]:
+def forward_words(state: DropoutState, row: Int32, column: Int32, groups: int) -> tuple[Any, Any]:
     """Return two words with a bit for each element of a thread in a kv block of the forward.
 
     Shifted left by g, they are the two compared words of group g of 16 columns.
@@ -102,7 +100,8 @@ class BackwardDropout:
 
     def p(self, i: int, packed: Any) -> Any:
         """Return P of a pair, packed in 16-bit floats; 0 for an element that is dropped."""
-        return packed & pair_mask(*(word << (i // 8) for word in self._words), self._byte(i))
+        first, second = self._words
+        return packed & pair_mask(first << (i // 8), second << (i // 8), self._byte(i))
 
     def _byte(self, i: int) -> int:
         return (i // 4 & 1) + 2 * (i // 2 & 1)
