@@ -23,7 +23,7 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import arith, nvvm
 
-from attnkit.codegen import emit_cute_math
+from attnkit.codegen import emit_cute_gamma, emit_cute_math
 from attnkit.codegen.emit_cute_math import constant, number, select
 from attnkit.codegen.load_indices import LoadIndices, reads_data
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type
@@ -312,6 +312,9 @@ _EXACT: dict[str, Emit] = {
     "cos": _math("cos"),
     "erf": lambda n, a: emit_cute_math.erf(a),
     "erfinv": lambda n, a: emit_cute_math.erfinv(a),
+    "lgamma": lambda n, a: emit_cute_gamma.lgamma(a),
+    "digamma": lambda n, a: emit_cute_gamma.digamma(a),
+    "hypot": lambda n, a, b: emit_cute_math.hypot(a, b),
     "atan2": lambda n, a, b: emit_cute_math.atan2(a, b, positive=_above_zero(n.args[1])),
     "floor": _math("floor"),
     "with_slope": lambda n, value, x, slope: value,
@@ -374,6 +377,7 @@ _FAST: dict[str, Emit] = {
     "rsqrt": _math("rsqrt", approx=True),
     "tanh": _math("tanh", approx=True),
     "sigmoid": lambda n, a: emit_cute_math.fast_sigmoid(a),
+    "hypot": lambda n, a, b: emit_cute_math.hypot(a, b, approx=True),
     "atan2": lambda n, a, b: emit_cute_math.atan2(
         a, b, positive=_above_zero(n.args[1]), approx=True
     ),

@@ -108,7 +108,7 @@ def expm1(a: Value) -> Value:
 
     For |a| < 1/2, where the subtraction would cancel, a polynomial is evaluated instead.
     """
-    near = cute.math.fma(a * a, _horner(_EXPM1, a), a)
+    near = cute.math.fma(a * a, horner(_EXPM1, a), a)
     far = cute.math.exp(a) - number(1.0)
     return select(abs(a) < number(0.5), near, far)
 
@@ -131,9 +131,9 @@ def erf(a: Value) -> Value:
     polynomial p.
     """
     size = abs(a)
-    near = cute.math.fma(a, _horner(_ERF_NEAR, a * a), a)
+    near = cute.math.fma(a, horner(_ERF_NEAR, a * a), a)
     clamped = select(size > number(4.0), number(4.0), size)  # erf(4) rounds to 1; NaN stays
-    tail = cute.math.exp2(-_horner(_ERF_FAR, clamped))
+    tail = cute.math.exp2(-horner(_ERF_FAR, clamped))
     far = cute.math.copysign(number(1.0) - tail, a)
     return select(size < number(1.0), near, far)
 
@@ -146,14 +146,33 @@ def erfinv(a: Value) -> Value:
     """
     w = -cute.math.log((number(1.0) - a) * (number(1.0) + a))  # 1 - |a| is exact for |a| > 1/2
     far = w > number(5.0)
-    near = _horner(_ERFINV_NEAR, select(far, number(0.0), w))
+    near = horner(_ERFINV_NEAR, select(far, number(0.0), w))
     root = cute.math.sqrt(select(far, w, number(5.0)))
-    beyond = _horner(_ERFINV_FAR, root - number(3.0))
+    beyond = horner(_ERFINV_FAR, root - number(3.0))
     inside = a * select(far, beyond, near)
     ends = cute.math.copysign(number(math.inf), a)
     return select(
         abs(a) < number(1.0), inside, select(abs(a) == number(1.0), ends, w * number(math.nan))
     )
+
+
+def hypot(a: Value, b: Value, *, approx: bool = False) -> Value:
+    """Emit sqrt(a * a + b * b) with an error of about 2 ulp, without overflow of the squares.
+
+    An infinite argument gives infinity, beside NaN too.
+
+    Args:
+        a, b: the arguments.
+        approx: whether to take the root with the approximate instruction of the GPU. That of the
+            division would be 0 for large divisors.
+    """
+    high, wide = abs(a), abs(b)
+    longer, shorter = cutlass.max(high, wide), cutlass.min(high, wide)  # pass NaN on
+    ratio = select(longer == number(0.0), number(0.0), shorter / longer)
+    root = cute.math.sqrt(cute.math.fma(ratio, ratio, number(1.0)), approx=approx)
+    length = longer * root
+    infinite = (high == number(math.inf)) | (wide == number(math.inf))
+    return select(infinite, number(math.inf), length)
 
 
 def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -> Value:
@@ -174,7 +193,7 @@ def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -
         ratio = select(longer == number(0.0), number(0.0), ratio)
         ratio = select(shorter == number(math.inf), number(1.0), ratio)
     square = ratio * ratio
-    angle = cute.math.fma(_horner(_ATAN, square) * square, ratio, ratio)
+    angle = cute.math.fma(horner(_ATAN, square) * square, ratio, ratio)
     # pi / 2 as the sum of two numbers
     steep = number(1.57079637) - (angle + number(4.37113883e-8))
     angle = select(high > wide, steep, angle)
@@ -184,7 +203,8 @@ def atan2(y: Value, x: Value, *, positive: bool = False, approx: bool = False) -
     return cute.math.copysign(angle, y)
 
 
-def _horner(coefficients: Sequence[float], a: Value) -> Value:
+def horner(coefficients: Sequence[float], a: Value) -> Value:
+    """Emit the polynomial in `a` whose coefficients are given, lowest power first."""
     total = number(coefficients[-1])
     for c in reversed(coefficients[:-1]):
         total = cute.math.fma(total, a, number(c))

@@ -21,10 +21,13 @@ _TAKES = {
     "sigmoid": 8,
     "expm1": 18,
     "erf": 24,
+    "hypot": 32,
     "atan2": 34,
     "log1p": 50,
     "erfinv": 73,
     "pow": 75,
+    "lgamma": 136,
+    "digamma": 130,
     "sin": 80,
     "cos": 80,
 }

@@ -237,6 +237,10 @@ def _angle(i: int) -> Rule:
     return rule
 
 
+def _share(i: int) -> Rule:
+    return _by(lambda n: build("div", n.args[i], n))  # NaN at the origin, as torch's
+
+
 def _gaussian(n: Node) -> Node:
     square = build("mul", n.args[0], n.args[0])
     return build("mul", const(2.0 / math.sqrt(math.pi)), build("exp", build("neg", square)))
@@ -244,6 +248,10 @@ def _gaussian(n: Node) -> Node:
 
 def _inverse_gaussian(n: Node) -> Node:
     return build("mul", const(0.5 * math.sqrt(math.pi)), build("exp", build("mul", n, n)))
+
+
+def _second_derivative(n: Node, g: Node) -> Node:
+    raise AssertionError(f"{n.op} is a derivative, and attention has no second one")
 
 
 # op -> the rule of each argument, None for no gradient. Operations that are missing here (floor,
@@ -273,6 +281,9 @@ _RULES: dict[str, tuple[Rule | None, ...]] = {
     "cos": (_by(lambda n: build("neg", build("sin", n.args[0]))),),
     "erf": (_by(_gaussian),),
     "erfinv": (_by(_inverse_gaussian),),
+    "lgamma": (_by(lambda n: build("digamma", n.args[0])),),
+    "digamma": (_second_derivative,),
+    "hypot": (_share(0), _share(1)),
     "atan2": (_angle(1), _angle(0)),
     "round": (_pass,),
     "with_slope": (None, lambda n, g: _times(g, n.args[2]), None),

@@ -250,6 +250,9 @@ def _operations() -> dict[str, Callable[..., Any]]:
         "cos": lambda n, a: s.cos(a),
         "erf": lambda n, a: s.erf(a),
         "erfinv": lambda n, a: s.erfinv(a),
+        "lgamma": lambda n, a: s.re(s.loggamma(a)),  # complex below 0
+        "digamma": lambda n, a: s.digamma(a),
+        "hypot": lambda n, a, b: s.sqrt(a**2 + b**2),
         "atan2": lambda n, a, b: s.atan(a) if b == 1 else s.atan2(a, b),
         "floor": lambda n, a: floor(a),
         "with_slope": lambda n, a, x, slope: _with_slope()(a, x, slope),

@@ -72,6 +72,9 @@ SIGNATURES: dict[str, tuple[str, str]] = {
     "cos": ("f", "f"),
     "erf": ("f", "f"),
     "erfinv": ("f", "f"),
+    "lgamma": ("f", "f"),  # log(abs(gamma(x)))
+    "digamma": ("f", "f"),  # its derivative, which only the adjoint makes
+    "hypot": ("ff", "f"),
     "atan2": ("ff", "f"),  # the angle of the point (second argument, first argument)
     "floor": ("f", "f"),
     # (value, x, slope) is the value; its derivative is `slope` by x, and 0 by all else

@@ -28,7 +28,7 @@ __all__ = [
 
 # operations that run on the same hardware unit as exponentials
 _SPECIAL = frozenset(
-    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow atan2 erfinv".split()
+    "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos div pow hypot atan2 erfinv lgamma digamma".split()
 )
 
 

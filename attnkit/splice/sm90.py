@@ -160,13 +160,13 @@ def build(
 ) -> Build:
     """Build the forward kernel of a variant and the fake arguments to compile it with."""
     from attnkit.splice.fake_arguments import forward_arguments
+    from attnkit.templates.sm90.forward_hd512_config import Hd512Config
 
-    settings = settings_of(config)
-    columns = settings.head_dim_v * config.get("value_parts", 1)
-    tile, needed = (settings.block_q, columns), settings.need_entropy
+    settings, hooks = settings_of(config), variant.hooks(positive)
+    parts = settings.value_parts if isinstance(settings, Hd512Config) else 1
+    tile, needed = (settings.block_q, parts * settings.head_dim_v), settings.need_entropy
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
-    hooks = variant.hooks(positive)
-    if "value_parts" in config:
+    if isinstance(settings, Hd512Config):
         from attnkit.templates.sm90.forward_hd512 import ForwardHd512
 
         return Build(ForwardHd512(settings, hooks), arguments)

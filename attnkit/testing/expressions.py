@@ -136,7 +136,7 @@ class _Writer:
             "torch.where({a} > {x}, {a}, {b})", "torch.maximum({a}, {b})", "({a}).clamp(-{x}, {x})",
             "({a}).abs()", "({a} / (1 + ({b}).abs()))", "torch.erf({a})",
             "torch.atan2({a}, {b})", "torch.erfinv(torch.tanh({a}) * 0.9)", "(({a}) * torch.tanh({b}).detach())",
-            "torch.asin(torch.tanh({a}))", "torch.hypot({a}, ({b}).abs() + {x})",
+            "torch.lgamma(({a}).abs() + 0.5)", "torch.asin(torch.tanh({a}))", "torch.hypot({a}, ({b}).abs() + {x})",
             "torch.exp2(-({a}).abs())",
             "torch.rsqrt(({a}).abs() + {x})",
         )  # fmt: skip

@@ -41,12 +41,15 @@ def threshold_of(dropout_p: Any) -> int:
     """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
         raise ArgumentError(f"dropout_p must be a number in [0, 1), got {shown(dropout_p)}")
+    compiling = torch.compiler.is_compiling()  # then it may be a symbol, which has no text
     if not 0 <= dropout_p < 1:
-        raise OptionError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        got = "a number outside of it" if compiling else str(dropout_p)
+        raise OptionError(f"dropout_p must be in [0, 1), got {got}")
     threshold = math.floor(dropout_p * STEPS + 0.5)
     if dropout_p and not 0 < threshold < STEPS:
+        given = "dropout_p" if compiling else f"dropout_p={dropout_p}"
         raise OptionError(
-            f"dropout_p={dropout_p} would be rounded to {threshold // STEPS}, as attnkit drops "
+            f"{given} would be rounded to {'0' if dropout_p < 0.5 else '1'}, as attnkit drops "
             f"elements with a probability of n / {STEPS}; expected 0, or a number from 1 / "
             f"{2 * STEPS} to 1 - 1 / {2 * STEPS}"
         )

@@ -196,17 +196,47 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return a guard `check(*others)` that tests whether other tensors match `tensors`.
 
     The guard compares classes, dtypes, devices, shapes, strides, requires_grad, and the dispatch
-    keys that modes, transforms and autocast add to a call. The result is None if this version of
-    torch has no such guard or if the guard rejects `tensors` themselves.
+    keys that modes, transforms and autocast add to a call. Where one tensor is at several places of
+    `tensors`, it must be one tensor again. The result is None if this version of torch has no such
+    guard or if the guard rejects `tensors` themselves.
     """
     if _TENSOR_GUARDS is None:
         return None
+    place = {id(t): i for i, t in reversed(list(enumerate(tensors)))}  # the first of each
+    firsts = sorted(place.values())
+    distinct = [tensors[i] for i in firsts]
     guard: Callable[..., bool] = _TENSOR_GUARDS(
-        *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        *distinct,
+        dynamic_dims_sizes=[list(t.shape) for t in distinct],
+        dynamic_dims_strides=[list(t.stride()) for t in distinct],
     ).check
+    if len(distinct) < len(tensors):  # torch's guard takes no tensor twice
+        twins = [(i, place[id(t)]) for i, t in enumerate(tensors) if place[id(t)] != i]
+        guard = _with_twins(guard, len(tensors), firsts, twins)
     return guard if guard(*tensors) else None
+
+
+def _with_twins(
+    guard: Callable[..., bool], count: int, firsts: list[int], twins: list[tuple[int, int]]
+) -> Callable[..., bool]:
+    """Return a guard of `count` tensors, among which pairs of places have the same tensor.
+
+    Args:
+        guard: guard of the distinct tensors.
+        count: number of tensors.
+        firsts: the places of the distinct tensors.
+        twins: (place, earlier place of the same tensor).
+    """
+
+    def check(*others: Tensor) -> bool:
+        if len(others) != count:
+            return False
+        for i, j in twins:
+            if others[i] is not others[j]:
+                return False
+        return guard(*[others[i] for i in firsts])
+
+    return check
 
 
 def decomposition(operator: Any) -> Callable[..., Any] | None:

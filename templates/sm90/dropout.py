@@ -100,7 +100,8 @@ class BackwardDropout:
 
     def p(self, i: int, packed: Any) -> Any:
         """Return P of a pair, packed in 16-bit floats; 0 for an element that is dropped."""
-        return packed & pair_mask(*(word << (i // 8) for word in self._words), self._byte(i))
+        first, second = self._words
+        return packed & pair_mask(first << (i // 8), second << (i // 8), self._byte(i))
 
     def _byte(self, i: int) -> int:
         return (i // 4 & 1) + 2 * (i // 2 & 1)

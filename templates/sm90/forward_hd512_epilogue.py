@@ -66,11 +66,11 @@ class Hd512Epilogue(Epilogue):
         `rounded` are registers for the rounded output, in the layout of the accumulator.
         """
         if place.work.split_slot >= 0:
-            self.store_split(mma, results, place, warpgroup)
+            self.store_split_part(mma, results, place, warpgroup)
         else:
             self.store_from_registers(mma.acc_o, rounded, results.out, place)
 
-    def store_split(
+    def store_split_part(
         self, mma: ForwardMma, results: Results, place: PartPlace, warpgroup: Int32
     ) -> None:
         """Store the float32 output of a part of split rows to its slot."""

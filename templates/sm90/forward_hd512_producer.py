@@ -9,6 +9,7 @@ from attnkit.templates.common.forward_work import CURSORS, ITEM_WORDS, Scalars, 
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import WARPGROUP_ROWS
+from attnkit.templates.sm90.forward_barriers import ForwardBarriers
 from attnkit.templates.sm90.forward_hd512_barriers import Hd512Barriers, chunk_place
 from attnkit.templates.sm90.forward_hd512_config import Hd512Config
 from attnkit.templates.sm90.forward_producer import (
@@ -137,7 +138,7 @@ class Hd512Producer(Producer):
         v = TmaLoad(atoms[2], *partition(atoms[2], smem.v, tiles[2], shape_v, by_chunk))
         return q, k, v
 
-    def _wait_q_empty(self, tile_idx: Int32, kv_pos: Int32, bars: Hd512Barriers) -> None:
+    def _wait_q_empty(self, tile_idx: Int32, kv_pos: Int32, bars: ForwardBarriers) -> None:
         """Wait until the consumers have released the last K chunk, after which they do not read Q.
 
         Before the first block, the wait passes at once.

@@ -69,9 +69,10 @@ TAKES: dict[str, tuple[Type, ...]] = {
     **{"f": (F32,), "i": (I32,), "b": (BOOL,)},
 }
 DIVIDING, SHIFTING = ("fdiv", "mod", "tdiv"), ("shl", "shr")
-CURVED = (
-    "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2".split()
-)  # the operations that no two libraries round alike
+CURVED = "pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2 hypot".split()  # the operations that no two libraries round alike
+
+
+GAMMAS = ("lgamma", "digamma")  # likewise, but they are differences of larger numbers
 
 
 def samples() -> list[Node]:
@@ -120,13 +121,15 @@ def equal(ours: Tensor, theirs: Tensor, label: object) -> None:
     )  # fmt: skip
 
 
-def ulps(ours: Tensor, exact: Tensor) -> Tensor:
+def ulps(ours: Tensor, exact: Tensor, terms: Tensor | None = None) -> Tensor:
     """Return the error in units in the last place of float32; inf where only one is finite.
 
-    A result below the smallest normal float32 may be flushed to zero.
+    A result below the smallest normal float32 may be flushed to zero. `terms` are sizes of numbers
+    whose difference the result is; its unit is then that of the largest.
     """
     rounded = exact.float()
-    unit = torch.exp2(exact.abs().clamp_min(2.0**-126).log2().floor() - 23)
+    largest = exact.abs() if terms is None else exact.abs().maximum(terms)
+    unit = torch.exp2(largest.clamp_min(2.0**-126).log2().floor() - 23)
     error = (ours.double() - exact).abs() / unit
     same = (ours == rounded) | (ours.isnan() & rounded.isnan())
     error = torch.where(exact.abs() < 2.0**-126, (ours.abs() > 2.0**-126).double(), error)
@@ -137,11 +140,11 @@ def ulps(ours: Tensor, exact: Tensor) -> Tensor:
 
 def test_every_operation_is_sampled() -> None:
     assert {n.op for n in samples()} == set(ir.SIGNATURES)
-    assert set(CURVED) < set(ir.SIGNATURES)
+    assert {*CURVED, *GAMMAS} < set(ir.SIGNATURES)
 
 
 def test_every_exact_operation_gives_torchs_bits() -> None:
-    roots = [n for n in samples() if n.op not in CURVED]
+    roots = [n for n in samples() if n.op not in (*CURVED, *GAMMAS)]
     roots += [m for n in roots for m in with_constants(n)]
     roots += [build("div", const(1.0), n) for n in roots if n.type == F32]  # tells 0.0 from -0.0
     expected = evaluate(roots, GRID, TABLES)
@@ -164,17 +167,48 @@ def test_curved_operations_stay_within_three_units_on_random_values(
     seed: int, scale: float
 ) -> None:
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(seed)) * scale
-    roots = [ir.node(op, score) for op in CURVED if op not in ("pow", "atan2")]
+    roots = [ir.node(op, score) for op in CURVED if op not in ("pow", "atan2", "hypot")]
     roots += [
         build("atan2", score, other)
         for other in (const(1.0), const(-0.25), build("mul", score, score))
     ]
+    roots += [build("hypot", score, other) for other in (const(0.25), build("exp", score))]
     exact = evaluate(roots, {"score": values.double()}, [], torch.float64)
     for n, ours, reference in zip(
         roots, run_on_cpu(roots, {"score": values}, []), exact, strict=True
     ):
         error = ulps(ours, reference)
         assert error.max() <= 3, f"{n}: {error.max()} at {values[error.argmax()]}"
+
+
+def gamma_values() -> Tensor:
+    """Return numbers of all sizes and signs, many near the zeros and poles of lgamma."""
+    random = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(4000, generator=random)
+    near = [draw() * 2.0**-k + at for at in (1, 2, -1, -2, -7) for k in (3, 9)]
+    sizes = [draw() * s for s in (0.3, 2.0, 10.0, 100.0, 1e4)]
+    wide = torch.exp(draw() * 20).clamp(2.0**-120, 2.0**120)
+    return torch.cat([*near, *sizes, wide, -wide, torch.tensor(FLOATS)])
+
+
+def test_lgamma_and_its_derivative_are_as_exact_as_their_terms() -> None:
+    """lgamma of a positive number is within three units; the others are so of their terms."""
+    values = gamma_values()
+    wide = values.double()
+    ours = run_on_cpu([ir.node(op, score) for op in GAMMAS], {"score": values}, [])
+    exact = torch.lgamma(wide)
+    assert ulps(ours[0], exact)[values > 0].max() <= 3
+    terms = torch.lgamma(wide.abs()).abs().clamp(min=1).nan_to_num(posinf=1.0)
+    error = ulps(ours[0], exact, terms)
+    assert error.max() <= 3, f"{error.max()} at {values[error.argmax()]}"
+
+    exact = torch.digamma(wide)
+    # the terms of the reflection
+    terms = torch.digamma(1 + wide.abs()).abs() + math.pi / torch.tan(math.pi * wide).abs()
+    terms = torch.where(wide > 0, 1.0, terms.nan_to_num(nan=1.0, posinf=1.0)).clamp(min=1)
+    error = ulps(ours[1], exact, terms)
+    # torch's float32 is off by up to 10 units here
+    assert error.max() <= 6, f"{error.max()} at {values[error.argmax()]}"
 
 
 @st.composite
@@ -185,7 +219,7 @@ def exact_graphs(draw: st.DrawFn) -> Node:
         I32: [q, kv, load(1, I32, [kv, build("mod", q, const(3))]), const(-3)],
         BOOL: [build("le", kv, q)],
     }
-    ops = sorted(set(ir.SIGNATURES) - set(CURVED) - {"round"})
+    ops = sorted(set(ir.SIGNATURES) - {*CURVED, *GAMMAS, "round"})
     for _ in range(draw(st.integers(1, 14))):
         op = draw(st.sampled_from(ops))
         kind = draw(st.sampled_from(TAKES[ir.SIGNATURES[op][0][-1]]))

@@ -191,7 +191,8 @@ class Result(unittest.TestResult):
 
     def show(self, test: unittest.TestCase, err: Any) -> None:
         message = (str(err[1]).strip().splitlines() or [""])[0]
-        print(f"FAILED {test.id().rpartition('.')[2]}: {err[0].__name__}: {message[:200]}")
+        name = test.id().rpartition(".")[2]
+        print(f"FAILED {name}: {err[0].__name__}: {message[:200]}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -210,7 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
     with adjusted(args.backend):
         suite, left_out = chosen(load(args.path, args.device), args.only)
         result = Result()
-        suite.run(result)
+        try:
+            suite.run(result)
+        except KeyboardInterrupt:
+            print("interrupted: the counts are those of a part")
     for what, counts in (
         ("left out", Counter(left_out.values())),
         ("skipped by the test", Counter(text for _, text in result.skipped)),

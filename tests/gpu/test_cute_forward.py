@@ -121,7 +121,7 @@ def test_strides(layouts: tuple[str, str, str]) -> None:
         assert out.stride() == query.stride()  # the output has the strides of the query
 
 
-DIMS = (64, 96, 128, 192, 256, (192, 128), 72, 40)
+DIMS = (64, 96, 128, 192, 256, 512, (192, 128), (576, 512), (264, 392), 72, 40)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -66,13 +66,13 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
             made = build(op, draw(pick), draw(pick))
         elif op == "erfinv":
             made = build("erfinv", build("mul", bounded, const(0.75)))
-        elif op == "atan2":
-            made = build("atan2", draw(pick), positive)
+        elif op in ("atan2", "hypot"):
+            made = build(op, draw(pick), positive)
         elif op == "div":
             made = build("div", draw(pick), positive)
         elif op == "pow":
             made = build("pow", positive, draw(st.sampled_from([bounded, const(1.5)])))
-        elif op in ("log", "log2", "log1p", "sqrt", "rsqrt"):
+        elif op in ("lgamma", "log", "log2", "log1p", "sqrt", "rsqrt"):
             made = build(op, positive)
         else:
             made = build(op, bounded if op.startswith("exp") else draw(pick))
@@ -81,7 +81,7 @@ def smooth_graphs(draw: st.DrawFn) -> Node:
 
 
 SMOOTH = (
-    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv atan2"
+    "add sub mul div pow neg exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv lgamma hypot atan2"
 ).split()
 
 

@@ -315,3 +315,29 @@ def test_vmap_is_refused() -> None:
     qkv = torch.randn(3, 1, 2, 20, 8)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0.1: torch cannot draw"):
         torch.func.vmap(lambda q: flex_attention(q, q, q, dropout_p=0.1))(qkv)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, math.nan])
+def test_a_wrong_probability_that_changes_is_named_in_compiled_code(wrong: float) -> None:
+    """Dynamo shows the error of attnkit, not one about its text."""
+    torch._dynamo.reset()
+    query = torch.randn(1, 2, 16, 8)
+    function = lambda q, p: flex_attention(q, q, q, dropout_p=p)
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"dropout_p must be in \[0, 1\)"):
+        compiled(query, wrong)
+    compiled = torch.compile(function, backend="eager", dynamic=True)
+    with pytest.raises(OptionError, match=rf"dropout_p must be in \[0, 1\), got {wrong}"):
+        compiled(query, wrong)
+
+
+def test_a_probability_that_compiled_code_would_round_is_named() -> None:
+    torch._dynamo.reset()
+    query = torch.randn(1, 2, 16, 8)
+    compiled = torch.compile(
+        lambda q, p: flex_attention(q, q, q, dropout_p=p), fullgraph=True, backend="eager"
+    )
+    for p in (0.1, 0.2, 0.3):  # from the second on it is a symbol
+        compiled(query, p)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="dropout_p would be rounded to 0"):
+        compiled(query, 1e-6)

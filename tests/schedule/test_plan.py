@@ -72,8 +72,8 @@ RULES = [
         replace(HOPPER, dtype="float32"),
         "computes bfloat16 and float16, the query is float32",
     ),
-    (replace(HOPPER, head_dim=264), "takes head dims up to 256, got 264 and 128"),
-    (replace(HOPPER, value_dim=512), "takes head dims up to 256, got 128 and 512"),
+    (replace(HOPPER, head_dim=584), "head dims up to 576 with values up to 512, got 584 and 128"),
+    (replace(HOPPER, value_dim=520), "head dims up to 576 with values up to 512, got 128 and 520"),
     (replace(HOPPER, head_dim=100), "multiples of 8, got 100 and 128"),
     (replace(HOPPER, value_dim=4), "multiples of 8, got 128 and 4"),
     (
@@ -107,9 +107,9 @@ def test_without_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dsl")
 def test_all_reasons_are_given_at_once() -> None:
-    call = Call("float64", 300, 20, None)
+    call = Call("float64", 600, 20, None)
     assert len(list(refusals(call, BLOCK))) == 4
-    with pytest.raises(UnsupportedError, match=r"not on a CUDA device.*float64.*256.*of 8"):
+    with pytest.raises(UnsupportedError, match=r"not on a CUDA device.*float64.*576.*of 8"):
         choose("cute", device="cpu", call=call)
 
 
@@ -147,22 +147,24 @@ def test_an_architecture_for_the_emulator() -> None:
 # ------------------------------------------------------------------------------------------- tiles
 
 DIMS = list(itertools.product((8, 64, 72, 96, 128, 136, 192, 200, 256), repeat=2))
+WIDE = [(576, 512), (512, 512), (384, 384), (264, 264), (576, 8), (264, 128), (64, 512), (256, 392)]
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS + WIDE)
 def test_every_kernel_fits_shared_memory(head_dim: int, value_dim: int) -> None:
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     from attnkit.splice import sm90
     from attnkit.templates.sm90 import config
 
+    assert kernels(head_dim, value_dim)
     for kernel in kernels(head_dim, value_dim):
         dims = head_dim, value_dim
         fields = sm90.config_of(score_form(None), kernel, "bfloat16", dims, False, False)
-        settings = config.ForwardConfig(**fields)
+        settings = sm90.settings_of(fields)
         assert settings.smem_bytes <= config.SMEM_BYTES
         assert (settings.block_q, settings.block_kv) == kernel.block
         assert settings.head_dim >= head_dim
-        assert settings.head_dim_v >= value_dim
+        assert settings.head_dim_v * kernel.value_parts >= value_dim
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)

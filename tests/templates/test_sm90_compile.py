@@ -58,7 +58,7 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
 }
 PLAIN, SIDES = ("plain", "alibi", "documents", "blocks"), (64, 128, 256)
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (512, 512), (576, 512)]
 
 
 def source(

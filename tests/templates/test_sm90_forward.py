@@ -105,9 +105,10 @@ def check(
     *,
     scale: float | None = None,
     top: bool = False,
+    ctas: int | None = None,
 ) -> Result:
     """Run the kernel in all orders and compare it with the oracle; return its results."""
-    with emulation.session(mode="check", seeds=1) as ran:
+    with emulation.session(mode="check", seeds=1, ctas=ctas) as ran:
         result = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
     assert ran.reports
     assert ran.ok, "\n".join(str(report) for _, report in ran.reports)

@@ -29,7 +29,7 @@ MODS = testing.mask_mods(LIMITS).map(lambda f: ("mask", f)) | testing.score_mods
 
 OPERATIONS = (
     "add sub mul div fdiv tdiv mod abs min max neg where load cast and or xor not shr lt le eq "
-    "exp exp2 log1p tanh sigmoid sin cos erf erfinv atan2 with_slope sqrt rsqrt score b h q kv"
+    "exp exp2 log1p tanh sigmoid sin cos erf erfinv lgamma hypot atan2 with_slope sqrt rsqrt score b h q kv"
 )
 
 

@@ -134,3 +134,20 @@ def test_factors_and_terms_of_the_score_are_rounded_as_it_is(name: str) -> None:
     found = flex_attention(q, k, v, HARMLESS[name])
     reference = flex_attention(q, k, v, HARMLESS[name], backend="eager")
     assert (found - exact).abs().mean() <= 2 * (reference - exact).abs().mean()
+
+
+def test_a_length_takes_float64_tables() -> None:
+    """hypot adds squares, which cancel nothing, so that rounding an argument is harmless."""
+    wide = inputs(torch.float64)
+    mods = (
+        lambda s, b, h, q, kv: torch.hypot(s, BIAS[kv]),
+        lambda s, b, h, q, kv: s + torch.hypot(BIAS[q], BIAS[kv]),
+        lambda s, b, h, q, kv: s * torch.hypot(SLOPES[h], (q - kv) * 0.1),
+    )
+    for mod in mods:
+        exact = flex_attention(*wide, mod, backend="eager")
+        narrow = flex_attention(*(t.float() for t in wide), mod)
+        torch.testing.assert_close(narrow.double(), exact, rtol=1e-5, atol=1e-5)
+    # a mask decides by the length, and stays refused
+    with pytest.raises(DTypeError, match="mask_mod decides by"):
+        flex_attention(*inputs(), None, lambda b, h, q, kv: torch.hypot(BIAS[q], BIAS[kv]) < 1)

@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
         name: getattr(torch, name)
         for name in (
             "exp exp2 expm1 tanh sigmoid sin cos erf ceil trunc abs neg square reciprocal sign "
-            "relu round frac sinh cosh tan atan asin acos erfinv atanh sgn log log2 log1p log10 sqrt rsqrt"
+            "relu round frac sinh cosh tan atan asin acos erfinv lgamma atanh sgn log log2 log1p log10 sqrt rsqrt"
         ).split()
     },
     **{

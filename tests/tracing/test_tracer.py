@@ -262,6 +262,7 @@ MODS: dict[str, Callable[..., Any]] = {
     "bucketize": lambda s, b, h, q, kv: TABLE[h, torch.bucketize(s, GRID)],
     "atan2": lambda s, b, h, q, kv: torch.atan2(s, TABLE[h, q]) + torch.atan2(q - 3, kv - 4),
     "erfinv": lambda s, b, h, q, kv: torch.erfinv(torch.tanh(s) * 0.8) + torch.erfinv(q - 1),
+    "lgamma": lambda s, b, h, q, kv: torch.lgamma(s * 3) + torch.lgamma(q - kv),
     "hypot": lambda s, b, h, q, kv: torch.hypot(s, TABLE[h, q]) + torch.hypot(q / 2, kv),
     "nan_to_num": lambda s, b, h, q, kv: torch.nan_to_num(s / (q - kv).clamp(min=0) * 0, 2.5),
     "nan_to_num of ints": lambda s, b, h, q, kv: s + torch.nan_to_num(q, 1.0),

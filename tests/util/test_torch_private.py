@@ -79,6 +79,19 @@ def test_likeness_is_that_of_class_dtype_shape_strides_and_gradient() -> None:
         assert not same(other, torch.ones(4))
 
 
+def test_one_tensor_at_several_places_must_be_one_again() -> None:
+    x, y, z = (torch.zeros(2, 3) for _ in range(3))
+    same = torch_private.tensor_guard([x, y, x, y, x])
+    assert same is not None
+    assert same(x, y, x, y, x)
+    assert same(y, z, y, z, y)
+    assert not same(x, y, z, y, x)
+    assert not same(x, y, x, x, x)  # one more is the same
+    assert not same(x, x, x, x, x)
+    assert not same(x, y, x, y)
+    assert not same(x.double(), y, x, y, x)
+
+
 class _Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ tight; tiles that they leave undecided are evaluated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -323,6 +324,14 @@ def _nearly_increasing(f: Callable[[Tensor], Tensor]) -> Callable[[Interval], In
     return rule
 
 
+def _length(x: Interval, y: Interval) -> Interval:
+    """Bound hypot(x, y), which rises with the sizes of both."""
+    low, high = (torch.hypot(*ends) for ends in zip(_abs(x), _abs(y), strict=True))
+    slack = 2.0**-16  # implementations differ by a few ulp
+    low, high = low - low * slack - 1e-30, high + high * slack + 1e-30
+    return _real(low, high, low.isposinf() | x[0].isnan() | y[0].isnan())
+
+
 def _angle(y: Interval, x: Interval) -> Interval:
     """Bound atan2(y, x).
 
@@ -334,6 +343,27 @@ def _angle(y: Interval, x: Interval) -> Interval:
     low = torch.where(half, low - low.abs() * slack - 1e-30, -_HALF_TURN)
     high = torch.where(half, high + high.abs() * slack + 1e-30, _HALF_TURN)
     return _real(low, high, y[0].isnan() | x[0].isnan())
+
+
+_LEAST_AT, _LEAST = 1.4616321, -0.1214863  # where lgamma is least among positive numbers
+
+
+def _log_gamma(a: Interval) -> Interval:
+    """Bound lgamma: falling, then rising for positive numbers, with poles at the others.
+
+    For a < 0 the reflection gamma(a) gamma(1 - a) = pi / sin(pi a) gives lgamma(a) >= log(pi) -
+    lgamma(1 + |a|).
+    """
+    positive = a[0] > 0
+    least = torch.lgamma(a[0].clamp(max=_LEAST_AT).maximum(a[1].clamp(max=_LEAST_AT)))
+    least = torch.where(a[0] > _LEAST_AT, torch.lgamma(a[0]), least)
+    depth = math.log(math.pi) - torch.lgamma(1 + a[0].abs()).clamp(min=0)
+    low = torch.where(positive, least, depth.clamp(max=_LEAST))
+    high = torch.where(positive, torch.maximum(*map(torch.lgamma, a)), math.inf)
+    slack = 2.0**-16  # implementations differ by a few ulp, of 1 near the zeros
+    low = low - low.abs().clamp(min=1) * slack
+    high = high + high.abs().clamp(min=1) * slack
+    return _real(low, high, low.isposinf())
 
 
 def _lt_real(a: Interval, b: Interval) -> Interval:
@@ -422,6 +452,8 @@ _RULES: dict[str, dict[str, Callable[..., Interval]]] = {
         "sigmoid": _nearly_increasing(torch.sigmoid),
         "erf": _nearly_increasing(torch.erf),
         "erfinv": _nearly_increasing(torch.erfinv),
+        "lgamma": _log_gamma,
+        "hypot": _length,
         "atan2": _angle,
         "with_slope": lambda value, x, slope: value,
         "lt": _lt_real,

@@ -136,27 +136,6 @@ def _steep_angle(x: Node) -> tuple[Node, Node]:
     return far, _atan(build("where", far, steep, flat))
 
 
-# (bound of the larger coordinate, factor by which squares and derivatives stay in range). The last
-# of each list serves float64; no float32 number is beyond it.
-_TOO_LONG = ((2.0**60, 2.0**-70), (2.0**500, 2.0**-600))
-_TOO_SHORT = ((2.0**-60, 2.0**70), (2.0**-110, 2.0**110), (2.0**-400, 2.0**600))
-
-
-def _length(x: Node, y: Node) -> Node:
-    """Build the node of sqrt(x * x + y * y) whose squares neither overflow nor underflow."""
-    sizes = build("abs", x), build("abs", y)
-    largest, factor = build("max", *sizes), const(1.0)
-    for limit, scale in _TOO_LONG:
-        factor = build("where", build("gt", largest, const(limit)), const(scale), factor)
-    for limit, scale in _TOO_SHORT:
-        factor = build("where", build("lt", largest, const(limit)), const(scale), factor)
-    x, y = build("mul", x, factor), build("mul", y, factor)
-    root = build("div", build("sqrt", build("add", build("mul", x, x), build("mul", y, y))), factor)
-    # an infinite coordinate beats NaN
-    infinite = build("or", *(build("eq", size, const(math.inf)) for size in sizes))
-    return build("where", build("and", _nan(root), infinite), const(math.inf), root)
-
-
 def _atanh(x: Node) -> Node:
     sides = build("log1p", x), build("log1p", build("neg", x))
     return build("mul", const(0.5), build("sub", *sides))
@@ -194,7 +173,7 @@ _FLOAT: dict[str, Callable[[Node], Node]] = {
     "softsign": lambda x: build("div", x, build("add", const(1.0), build("abs", x))),
     **{
         name: (lambda x, op=name: build(op, x))  # type: ignore[misc]
-        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv".split()
+        for name in "exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf erfinv lgamma".split()
     },
     "logsigmoid": _log_sigmoid,
     "log10": lambda x: build("mul", build("log", x), const(1 / math.log(10))),
@@ -302,7 +281,7 @@ def _hypot(tracer: Tracer, a: Any, b: Any) -> Value:
     def node(x: Node, y: Node) -> Node:
         if F32 not in (x.type, y.type):
             raise TypeError("hypot needs floats, got ints; convert with .float()")
-        return _length(x, y)
+        return build("hypot", x, y)
 
     return elementwise(tracer, node, a, b)
 

@@ -329,3 +329,46 @@ def test_without_what_torch_may_lack(count: Count, monkeypatch: pytest.MonkeyPat
     taught(lambda: flex_attention(*qkv))
     with way(count, short=False):
         same_as_dense(qkv)
+
+
+TWINS: dict[str, Callable[[Any], list[Tensor]]] = {
+    "all": lambda t: [t[0]] * 3,
+    "key and value": lambda t: [t[0], t[1], t[1]],
+    "query and value": lambda t: [t[0], t[1], t[0]],
+}
+
+
+@pytest.mark.parametrize("which", TWINS)
+def test_one_tensor_at_several_places_takes_the_fast_path(which: str, count: Count) -> None:
+    """Calls with other tensors at those places are told apart, in both orders."""
+    for first in (True, False):
+        attnkit.clear_caches()
+        twins = TWINS[which](parameters(inputs()))
+        others = parameters(inputs())
+        pair = (twins, others) if first else (others, twins)
+        for qkv in pair:
+            taught(lambda qkv=qkv: flex_attention(*qkv))  # type: ignore[misc]
+        for qkv in (*pair, TWINS[which](parameters(inputs()))):
+            with way(count, short=True):
+                out = flex_attention(*qkv)
+            exact = flex_attention(*qkv, backend="eager")
+            torch.testing.assert_close(out, exact)
+            leaves = list({id(t): t for t in qkv}.values())
+            weight = torch.randn_like(out)
+            for ours, theirs in zip(
+                torch.autograd.grad(out, leaves, weight),
+                torch.autograd.grad(exact, leaves, weight),
+                strict=True,
+            ):
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_a_tensor_that_score_and_mask_capture_takes_the_fast_path(count: Count) -> None:
+    qkv, ids = inputs(), torch.arange(LENGTH) // 7
+    mod = lambda s, b, h, q, kv: s + 0.1 * ids[kv]
+    mask = lambda b, h, q, kv: ids[q] == ids[kv]
+    taught(lambda: flex_attention(*qkv, mod, mask))
+    with way(count, short=True):
+        same_as_dense(qkv, mod, mask)
+    ids[-1] = 0  # in place, which moves tiles
+    same_as_dense(qkv, mod, mask)
