@@ -72,6 +72,8 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
     if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
         return {"block_kv": 128}
+    if case.widths == (256, 256) and light and not (case.deterministic or case.dropout):
+        return {"light": True}
     return {}
 
 
@@ -106,6 +108,10 @@ def config(settings: BackwardSettings) -> Any:
         from attnkit.templates.sm90.backward_hd192_config import Hd192Config
 
         return Hd192Config(**settings.values)
+    if _is_light(settings):
+        from attnkit.templates.sm90.backward_hd256_light_config import Hd256LightConfig
+
+        return Hd256LightConfig(**settings.values)
     if _wide(settings):
         from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -121,6 +127,10 @@ def _wide(settings: BackwardSettings) -> bool:
 
 def _is_hd192(settings: BackwardSettings) -> bool:
     return "block_kv" in settings.values
+
+
+def _is_light(settings: BackwardSettings) -> bool:
+    return "light" in settings.values
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
@@ -155,6 +165,10 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
         from attnkit.templates.sm90.backward_hd192 import BackwardHd192
 
         return BackwardHd192(config(settings), hooks)
+    if _is_light(settings):
+        from attnkit.templates.sm90.backward_hd256_light import BackwardHd256Light
+
+        return BackwardHd256Light(config(settings), hooks)
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

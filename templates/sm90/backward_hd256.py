@@ -17,6 +17,7 @@ of the shared memory bandwidth, which limits these MMAs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -119,6 +120,7 @@ class BackwardHd256:
     """
 
     storage: Any  # struct of a CTA's shared memory, created by `__call__`
+    consumer_barrier: IntEnum = Hd256Barrier.CONSUMER  # add the index of the consumer warpgroup
 
     def __init__(self, config: Hd256Config, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -671,7 +673,7 @@ class BackwardHd256:
         cute.copy(copy, thr.retile(rounded), thr.partition_D(smem)[None, None, None, w.wg])
         # TMA reads shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + w.wg, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=self.consumer_barrier + w.wg, number_of_threads=WARPGROUP)
         atoms, tiles = tma
         shape = (ROWS, (self.config.head_dim_v if which else self.config.head_dim) // 2)
         source, to = partition(atoms[which], smem, tiles[which], shape, (None,) * 4)

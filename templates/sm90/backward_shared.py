@@ -17,6 +17,7 @@ from attnkit.templates.common.work_tile import RECORD
 if TYPE_CHECKING:
     from attnkit.templates.sm90.backward_config import BackwardConfig
     from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+    from attnkit.templates.sm90.backward_hd256_light_config import Hd256LightConfig
 
 # Roles of the 12 warps: warpgroup 0 loads, adds dQ and clears; warpgroups 1 and 2 are consumers.
 WARP, WARPGROUP = 32, 128  # threads
@@ -39,6 +40,7 @@ class NamedBarrier(IntEnum):
     DQ_FULL = 1  # a chunk is in shared memory; threads: `DQ_THREADS`
     DQ_EMPTY = 3  # the previous chunk has been read; threads: `DQ_THREADS`
     EPILOGUE = 5  # threads: `WARPGROUP`
+    BOTH_CONSUMERS = 7  # of `backward_hd256_light` alone; the same ID in both consumers
 
 
 DQ_THREADS = WARPGROUP + WARP  # a consumer and the warp that adds its dQ
@@ -177,7 +179,7 @@ class Hd256Barriers:
     """Holds all mbarriers of the kernel for head dims above 128."""
 
     load: LoadBarriers
-    turns: TurnBarriers
+    turns: TurnBarriers | None
 
 
 KV_BARRIERS = 4  # k_full, v_full, one `empty` for both, and an unused one
@@ -214,10 +216,43 @@ def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     for s in range(c.stages):
         mbarrier_init(load.do_full + s, ONE_ARRIVAL)
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
-    if c.sum_order:
+    if c.sum_order and turns is not None:
         mbarrier_init(turns.announced, ONE_ARRIVAL)
         mbarrier_init(turns.may_add, TURN_WARPS)  # the warp that waits and the one that passes
         mbarrier_init(turns.added, CONSUMER_WARPS)
+
+
+@dataclass(frozen=True)
+class LightBarriers:
+    """Holds all mbarriers of `backward_hd256_light`."""
+
+    load: LoadBarriers
+    p_full: cute.Pointer  # consumer 0 has written P for consumer 1
+    p_empty: cute.Pointer  # consumer 1 has read it
+    ds_full: cute.Pointer  # consumer 1 has written dS
+    ds_empty: cute.Pointer  # both consumers have read it
+
+
+def light_barrier_count(c: Hd256LightConfig) -> int:
+    """Return the number of mbarriers of `place_light_barriers`."""
+    return hd256_barrier_count(c) + len(fields(LightBarriers)) - 1
+
+
+def place_light_barriers(c: Hd256LightConfig, base: cute.Pointer) -> LightBarriers:
+    """Return the mbarriers, laid out in shared memory from address `base`."""
+    further = range(hd256_barrier_count(c), light_barrier_count(c))
+    return LightBarriers(place_hd256_barriers(c, base).load, *(base + i for i in further))
+
+
+def init_light_barriers(c: Hd256LightConfig, bars: LightBarriers) -> None:
+    """Initialise the mbarriers with their arrival counts; called by one thread."""
+    # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
+    mbarrier_init = cute.arch.mbarrier_init
+    init_hd256_barriers(c, Hd256Barriers(bars.load, None))
+    mbarrier_init(bars.p_full, WARPS)
+    mbarrier_init(bars.p_empty, WARPS)
+    mbarrier_init(bars.ds_full, WARPS)
+    mbarrier_init(bars.ds_empty, CONSUMER_WARPS)
 
 
 def record_of(c: BackwardConfig, stage: Int32) -> Int32:
@@ -233,6 +268,16 @@ def q_stage(c: BackwardConfig, count: Int32) -> Int32:
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity to wait for on the full barrier of the `count`-th q block."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
+
+
+def do_stage(c: BackwardConfig, count: Int32) -> Int32:
+    """Return the stage of the `count`-th q block in the dO ring."""
+    return count & (c.stages - 1)
+
+
+def do_phase(c: BackwardConfig, count: Int32) -> Int32:
+    """Return the parity to wait for on the dO full barrier of the `count`-th q block."""
+    return (count >> (c.stages.bit_length() - 1)) & 1
 
 
 def k_phase(c: BackwardConfig, count: Int32) -> Int32:
