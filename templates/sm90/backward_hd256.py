@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.memory
@@ -106,6 +106,19 @@ class Hd256Consumer:
     dq: cute.Tensor
     p: cute.Tensor
     words: cute.Tensor | None
+
+
+class ColumnsOwner(Protocol):
+    """Describes what the epilogue reads of a consumer that has half of the columns of dK and dV."""
+
+    @property
+    def smem(self) -> LoadTargets: ...
+    @property
+    def sums(self) -> cute.Tensor: ...
+    @property
+    def wg(self) -> Int32 | int: ...
+    @property
+    def thread(self) -> Int32: ...
 
 
 class BackwardHd256:
@@ -617,7 +630,7 @@ class BackwardHd256:
             self.deterministic.has_added(w.turns)
 
     def add_shared(
-        self, w: Hd256Consumer, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
+        self, w: ColumnsOwner, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
         kv_tiles: Int32,
         order: Any,
     ) -> None:  # fmt: skip
@@ -646,7 +659,7 @@ class BackwardHd256:
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
     def store(
-        self, w: Hd256Consumer, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
+        self, w: ColumnsOwner, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
         which: int, place: tuple,
         factor: Any,
     ) -> None:  # fmt: skip

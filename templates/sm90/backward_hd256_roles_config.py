@@ -1,22 +1,21 @@
-"""Define the compile-time configuration of `backward_hd256_light`."""
+"""Define the compile-time configuration of `backward_hd256_roles`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
-from attnkit.templates.sm90.config import SMEM_BYTES
 
 
 @dataclass(frozen=True)
-class Hd256LightConfig(Hd256Config):
-    """Holds the sizes and switches of the Hopper backward kernel of light variants, head dim 256.
+class Hd256RolesConfig(Hd256Config):
+    """Holds the sizes and switches of the Hopper backward kernel `backward_hd256_roles`.
 
-    The attributes are those of `Hd256Config`, and `light`, which is True and selects the kernel.
-    The kernel supports no fixed order of sums, entropies, dropout, or weights without a softmax.
+    The attributes are those of `Hd256Config`, and `roles`, which is True and selects the kernel. The
+    kernel supports no fixed order of sums, entropies, dropout, or weights without a softmax.
     """
 
-    light: bool = True
+    roles: bool = True
 
     # One stage of dO: dV and dP are the only MMAs that read it, and dV comes early in a q block.
     # The memory of another stage holds dQ on its way out.
@@ -44,12 +43,13 @@ class Hd256LightConfig(Hd256Config):
 
     def problem(self) -> str | None:
         """Return the reason why the config is invalid, or None if it is valid."""
+        problem = super().problem()
+        if problem:
+            return problem
         if (self.head_dim, self.head_dim_v) != (256, 256):
             return f"head dims of {self.head_dim} and {self.head_dim_v}: expected 256 and 256"
         if self.sum_order or self.first_writer:
             return "an order of sums or first writers: expected neither"
-        if self.with_entropy or self.weights or self.with_dropout or not self.light:
-            return "entropies, weights without a softmax, dropout or light=False: expected none"
-        if self.smem_bytes > SMEM_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
-        return super().problem()
+        if self.with_entropy or self.weights or self.with_dropout or not self.roles:
+            return "entropies, weights without a softmax, dropout or roles=False: expected none"
+        return None

@@ -1,20 +1,23 @@
-"""Compute the backward on Hopper (sm_90a) for head dim 256 and light variants.
+"""Compute the backward on Hopper (sm_90a) for head dim 256, with a role for each consumer.
 
-A light variant's score_mod only adds terms to the score, and no gradient of a captured tensor needs
-work per score. As in `backward_hd256`, a CTA takes a kv block of 64 keys and loops over its q
-blocks, and the consumer warpgroups split dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. Here
-consumer 0 computes all of S^T = K Q^T and P, and consumer 1 all of dP^T = V dO^T and dS:
+As in `backward_hd256`, a CTA takes a kv block of 64 keys and loops over its q blocks, and the
+consumer warpgroups split dV += P^T dO, dK += dS^T Q and dQ = dS K by columns. Here consumer 0
+computes all of S^T = K Q^T and P, and consumer 1 all of dP^T = V dO^T and dS. A q block takes
 
-    consumer 0:  dV       | dK dQ S of the next block |  P of the next block | dQ
-    consumer 1:  dV   dS  | dK dQ                     | dQ dP of the next block
+    consumer 0:  dV    | dK dQ S of the next block | dQ and P of the next block
+    consumer 1:  dV dS | dK dQ                     | dQ and dP of the next block
 
-This reads K, V, Q and dO once per block for S and dP, where two halves of the rows would read K and
-V twice. P goes from a thread of consumer 0 to the same thread of consumer 1, whose registers have
-the same elements. It is an operand of dV in registers in both.
+This reads K and V once per block for S and dP. With half of the rows for each consumer, both would
+read all of K and V. A thread of consumer 0 gives P to the same thread of consumer 1, whose
+registers have the same elements. In both, P is an operand of dV in registers.
 
-The bandwidth of shared memory is nearly exhausted. dQ nevertheless leaves through it, in two parts,
-by bulk reduce-add. To add it from registers would take two and a half times as long, as an SM sends
-about 26 bytes per cycle to the L2 cache and its shared memory serves nobody else meanwhile.
+The bandwidth of shared memory is nearly exhausted. dQ nevertheless leaves through it, in two parts
+per consumer, by bulk reduce-add. Added from registers, it would take more than twice as long: an SM
+sends about 26 bytes per cycle to the L2 cache, and its consumers do nothing else meanwhile. The two
+parts are far apart in time, because the first one has to leave before the second one is written.
+
+Variants whose score_mod has a slope, sums of gradients of captured tensors score by score, sums in
+a fixed order and dropout use `backward_hd256`.
 """
 
 from __future__ import annotations
@@ -38,15 +41,15 @@ from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_dq_reduce import DqReduce
 from attnkit.templates.sm90.backward_epilogue import LANE_STRIDE, Epilogue, Outputs, Results
 from attnkit.templates.sm90.backward_hd256 import BackwardHd256
-from attnkit.templates.sm90.backward_hd256_light_config import Hd256LightConfig
-from attnkit.templates.sm90.backward_hd256_light_mma import (
-    LightMma,
-    LightSmemLayouts,
-    LightTiledMmas,
-    light_mma,
-    light_tiled_mmas,
-)
 from attnkit.templates.sm90.backward_hd256_mma import hd256_smem_layouts
+from attnkit.templates.sm90.backward_hd256_roles_config import Hd256RolesConfig
+from attnkit.templates.sm90.backward_hd256_roles_mma import (
+    RolesMma,
+    RolesSmemLayouts,
+    RolesTiledMmas,
+    roles_mma,
+    roles_tiled_mmas,
+)
 from attnkit.templates.sm90.backward_mma import in_layout_of
 from attnkit.templates.sm90.backward_producer import LoadTargets
 from attnkit.templates.sm90.backward_shared import (
@@ -57,12 +60,12 @@ from attnkit.templates.sm90.backward_shared import (
     THREADS,
     WARPGROUP,
     WARPS,
-    LightBarriers,
     NamedBarrier,
+    RolesBarriers,
     Word,
-    init_light_barriers,
-    light_barrier_count,
-    place_light_barriers,
+    init_roles_barriers,
+    place_roles_barriers,
+    roles_barrier_count,
     row_pairs,
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock
@@ -71,7 +74,7 @@ P_WORDS = 16  # 32-bit words of P per thread
 
 
 @dataclass(frozen=True)
-class LightConsumer:
+class RolesConsumer:
     """Holds the state of a consumer thread for the whole kernel.
 
     Attributes:
@@ -82,15 +85,14 @@ class LightConsumer:
         sums: float32 sums in global memory.
         wg, thread: index of the consumer, and of the thread in it.
         row0: the thread's first row within a q block.
-        exchange: the thread's words of P in shared memory, f32 [4, 4] of which each holds two of
-            the dtype.
+        exchange: the thread's P in shared memory, f32 [4, 4]; a float32 holds two of the dtype.
         copy, part: copy of dS to shared memory, and the thread's slice of it.
         ds_smem: target of the copy: dtype [64, block_q, 1].
     """
 
-    mma: LightMma
+    mma: RolesMma
     smem: LoadTargets
-    bars: LightBarriers
+    bars: RolesBarriers
     out: Outputs
     sums: cute.Tensor
     wg: int
@@ -102,8 +104,8 @@ class LightConsumer:
     ds_smem: cute.Tensor
 
 
-class BackwardHd256Light(BackwardHd256):
-    """Builds the Hopper backward kernel of one configuration and one light variant, head dim 256.
+class BackwardHd256Roles(BackwardHd256):
+    """Builds the Hopper backward kernel of one configuration and one variant, head dim 256.
 
     Args:
         config: compile-time configuration.
@@ -113,15 +115,15 @@ class BackwardHd256Light(BackwardHd256):
         ValueError: the configuration or the variant is not supported; the message says why.
     """
 
-    config: Hd256LightConfig
+    config: Hd256RolesConfig
     consumer_barrier = NamedBarrier.EPILOGUE  # chunks of dQ use the first ids
 
-    def __init__(self, config: Hd256LightConfig, hooks: BackwardHooks) -> None:
+    def __init__(self, config: Hd256RolesConfig, hooks: BackwardHooks) -> None:
         super().__init__(config, hooks)
         if hooks.gradient_levels or hooks.has_derivative:
             raise ValueError(
-                "a mod with a slope or gradients of captured tensors: expected neither, as P alone "
-                "passes between the consumers"
+                "a mod with a slope or gradients of captured tensors: expected neither, as consumer "
+                "1 knows only P"
             )
         self.epilogue = Epilogue(config)
         self.dq_reduce = DqReduce(config.chunk)
@@ -161,8 +163,8 @@ class BackwardHd256Light(BackwardHd256):
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
-        mmas, shapes = light_tiled_mmas(c, dtype), hd256_smem_layouts(c, dtype)
-        layouts = LightSmemLayouts(*(getattr(shapes, name) for name in LightSmemLayouts._fields))
+        mmas, shapes = roles_tiled_mmas(c, dtype), hd256_smem_layouts(c, dtype)
+        layouts = RolesSmemLayouts(*(getattr(shapes, name) for name in RolesSmemLayouts._fields))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma = [
             cpasync.make_tiled_tma_atom(op, t, cute.slice_(layout, (None, None, 0)), shape)
@@ -178,11 +180,12 @@ class BackwardHd256Light(BackwardHd256):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, light_barrier_count(c)]
+            barriers: cute.struct.MemRange[Int64, roles_barrier_count(c)]
             info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
-            # as in `backward_hd256`, all but dO and V are below 128 KiB, and dQ too is above
+            # Run time depends on which fields are below 128 KiB: here half of dO, V and dQ are above.
+            # Seven other orders cost 3 to 13 % (docs/hopper.md, "Two halves of shared memory").
             k: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim], 1024]
             p: cute.struct.Align[cute.struct.MemRange[Float32, P_WORDS * WARPGROUP], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * bm], 1024]
@@ -194,7 +197,7 @@ class BackwardHd256Light(BackwardHd256):
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
-        self.light_kernel(
+        self.roles_kernel(
             tuple(mmas),
             tuple(mmas),
             tuple(atom for atom, _ in tma),
@@ -215,7 +218,7 @@ class BackwardHd256Light(BackwardHd256):
     # ---------------------------------------------------------------------------------- device
 
     @cute.kernel
-    def light_kernel(
+    def roles_kernel(
         self,
         mmas_overwrite: tuple,
         mmas_accumulate: tuple,
@@ -246,7 +249,7 @@ class BackwardHd256Light(BackwardHd256):
             storage.k, storage.v, storage.q, storage.do, storage.ds,
             storage.q, storage.do, storage.ds, storage.k, storage.k, storage.v,
         )  # fmt: skip
-        views = LightSmemLayouts(  # tensors of these shapes
+        views = RolesSmemLayouts(  # tensors of these shapes
             *(
                 part.get_tensor(layout.outer, swizzle=layout.inner)
                 for part, layout in zip(memory, layouts, strict=True)
@@ -254,10 +257,10 @@ class BackwardHd256Light(BackwardHd256):
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
         exchange, staging = storage.p.data_ptr(), storage.dq.data_ptr()
-        bars = place_light_barriers(c, storage.barriers.data_ptr())
+        bars = place_roles_barriers(c, storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                init_light_barriers(c, bars)
+                init_roles_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
@@ -277,25 +280,25 @@ class BackwardHd256Light(BackwardHd256):
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             if warp < 2 * WARPS:
-                self.consume_light(
+                self.consume_as(
                     0, (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]),
                     bars, exchange, Results(None, None, staging, sums, None), captured, problem,
                 )  # fmt: skip
             else:
-                self.consume_light(
+                self.consume_as(
                     1, (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]),
                     bars, exchange, Results(None, None, staging, sums, None), captured, problem,
                 )  # fmt: skip
 
     @cute.jit
-    def consume_light(
+    def consume_as(
         self,
         wg: Constexpr,
         mmas: tuple,
-        views: LightSmemLayouts,
+        views: RolesSmemLayouts,
         smem: LoadTargets,
         store_tma: tuple,
-        bars: LightBarriers,
+        bars: RolesBarriers,
         exchange: cute.Pointer,
         results: Results,
         captured: list,
@@ -308,8 +311,9 @@ class BackwardHd256Light(BackwardHd256):
         lane = cute.arch.lane_idx()
         thread = thread % WARPGROUP
         column0 = (warp % WARPS) * 16 + lane // 4
-        out = Outputs(results, p, info, None, wg, thread)
-        w = self.set_up_light(mmas, views, smem, bars, exchange, out, (lane % 4) * 2)
+        no_bars: Any = None  # chunks are added in any order
+        out = Outputs(results, p, info, no_bars, wg, thread)
+        w = self.set_up_role(mmas, views, smem, bars, exchange, out, (lane % 4) * 2)
         mma = w.mma
         blocks = (p.q_len + c.block_q - 1) // c.block_q
         kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
@@ -329,7 +333,7 @@ class BackwardHd256Light(BackwardHd256):
                 if count > 0:
                     word = self.begin_s(w, q_count)
                     warpgroup.wait_group(0)
-                    self.compute_light_p(w, tile, word, q_count)
+                    self.compute_next_p(w, tile, word, q_count)
                     for _ in cutlass.range(count - 1, unroll=1):
                         word = self.step_p(False, w, tile, first_row + (word >> 2), q_count)
                         q_count += 1
@@ -378,13 +382,13 @@ class BackwardHd256Light(BackwardHd256):
 
     # ------------------------------------------------ parts of the consumer, inlined while tracing
 
-    def set_up_light(
-        self, mmas: tuple, views: LightSmemLayouts, smem: LoadTargets, bars: LightBarriers,
+    def set_up_role(
+        self, mmas: tuple, views: RolesSmemLayouts, smem: LoadTargets, bars: RolesBarriers,
         exchange: cute.Pointer, out: Outputs, row0: Int32,
-    ) -> LightConsumer:  # fmt: skip
+    ) -> RolesConsumer:  # fmt: skip
         """Create the operands and accumulators, and the copies of P and dS to shared memory."""
-        overwrite, accumulate = (LightTiledMmas(*m) for m in mmas)
-        mma = light_mma(self.config, out.wg, out.thread, overwrite, accumulate, views)
+        overwrite, accumulate = (RolesTiledMmas(*m) for m in mmas)
+        mma = roles_mma(self.config, out.wg, out.thread, overwrite, accumulate, views)
         copy = cute.make_tiled_copy_C(
             cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), accumulate.s
         )
@@ -395,29 +399,25 @@ class BackwardHd256Light(BackwardHd256):
         )
         ds_smem = part.partition_D(views.ds_t)
         sums, wg, thread = out.to.sums, out.wg, out.thread
-        return LightConsumer(
-            mma, smem, bars, out, sums, wg, thread, row0, own, copy, part, ds_smem
-        )
+        return RolesConsumer(mma, smem, bars, out, sums, wg, thread, row0, own, copy, part, ds_smem)
 
-    def light_rows(self, w: LightConsumer, values: cute.Tensor, stage: Any) -> cute.Tensor:
+    def all_rows(self, w: RolesConsumer, values: cute.Tensor, stage: Any) -> cute.Tensor:
         """Return a view of the thread's rows of LSE or delta in shared memory, f32 [2, pairs]."""
         return row_pairs(values, stage, w.row0, self.config.block_q, self.config.block_q)
 
     # ---------------------------------------------------------------------------- consumer 0: P
 
-    def begin_s(self, w: LightConsumer, count: Int32) -> Int32:
+    def begin_s(self, w: RolesConsumer, count: Int32) -> Int32:
         """Issue S of the `count`-th q block as soon as its Q is there; return its word."""
         stage = count & 1
         cute.arch.mbarrier_wait(w.bars.load.q_full + stage, (count >> 1) & 1)
         w.mma.issue_s(stage)
         return w.smem.info[stage]
 
-    def compute_light_p(
-        self, w: LightConsumer, tile: KvBlock, word: Int32, count: Int32
-    ) -> None:
+    def compute_next_p(self, w: RolesConsumer, tile: KvBlock, word: Int32, count: Int32) -> None:
         """Compute P of the `count`-th q block and give it to consumer 1."""
         mma = w.mma
-        block = QBlock(word, w.row0, self.light_rows(w, w.smem.lse, count & 1))
+        block = QBlock(word, w.row0, self.all_rows(w, w.smem.lse, count & 1))
         p = in_layout_of(mma.p, mma.s)  # P as an A operand, viewed in the layout of S
         self.softmax.compute_p(block, tile, mma.s, mma.s, p)
         cute.arch.mbarrier_wait(w.bars.p_empty, (count & 1) ^ 1)
@@ -425,13 +425,13 @@ class BackwardHd256Light(BackwardHd256):
         cute.arch.sync_warp()
         device.arrive(w.bars.p_full)
 
-    def words(self, w: LightConsumer) -> cute.Tensor:
+    def words(self, w: RolesConsumer) -> cute.Tensor:
         """Return the registers of P as f32 [4, 4]."""
         words = cute.recast_tensor(w.mma.p, Float32)
         return cute.make_tensor(words.iterator, cute.make_layout((4, P_WORDS // 4)))
 
     def step_p(
-        self, last: bool, w: LightConsumer, tile: KvBlock, row: Int32, count: Int32
+        self, last: bool, w: RolesConsumer, tile: KvBlock, row: Int32, count: Int32
     ) -> Int32 | None:
         """Run consumer 0 for a q block whose P it has computed, then compute P of the next block.
 
@@ -463,7 +463,7 @@ class BackwardHd256Light(BackwardHd256):
         mma.issue_dq(1, c.dq_parts)
         if not last:
             warpgroup.wait_group(1)  # S is complete; dQ runs
-            self.compute_light_p(w, tile, word, count + 1)
+            self.compute_next_p(w, tile, word, count + 1)
         warpgroup.wait_group(0)
         device.arrive(bars.ds_empty)
         self.send_dq(w, row, 1)
@@ -471,7 +471,7 @@ class BackwardHd256Light(BackwardHd256):
 
     # --------------------------------------------------------------------------- consumer 1: dS
 
-    def step_ds(self, last: bool, w: LightConsumer, first_row: Int32, count: Int32) -> None:
+    def step_ds(self, last: bool, w: RolesConsumer, first_row: Int32, count: Int32) -> None:
         """Run consumer 1 for a q block whose dP it has issued, then issue dP of the next block.
 
         Args:
@@ -484,6 +484,7 @@ class BackwardHd256Light(BackwardHd256):
         stage, phase = count & 1, (count >> 1) & 1
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         cute.autovec_copy(w.exchange, self.words(w))
+        # also keeps the compiler from moving the loads behind the fence of dV
         cute.arch.sync_warp()
         device.arrive(bars.p_empty)
         # Wait for all groups. If the assembler had to count groups across iterations, it would
@@ -491,7 +492,7 @@ class BackwardHd256Light(BackwardHd256):
         warpgroup.wait_group(0)
         mma.issue_dv()
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds, mma.s)
-        self.softmax.compute_ds(mma.s, p, mma.s, self.light_rows(w, w.smem.delta, 0), ds)
+        self.softmax.compute_ds(mma.s, p, mma.s, self.all_rows(w, w.smem.delta, 0), ds)
         # wait until both consumers have read dS of the block before
         cute.arch.mbarrier_wait(bars.ds_empty, (count & 1) ^ 1)
         cute.copy(w.copy, w.part.retile(ds), w.ds_smem[None, None, None, 0])
@@ -519,7 +520,7 @@ class BackwardHd256Light(BackwardHd256):
         device.arrive(bars.ds_empty)
         self.send_dq(w, row, 1)
 
-    def send_dq(self, w: LightConsumer, row: Int32, part: int) -> None:
+    def send_dq(self, w: RolesConsumer, row: Int32, part: int) -> None:
         """Give one part of the consumer's columns of a q block's dQ to the warp that adds it."""
         parts = self.config.dq_parts
         chunk = row * (CONSUMERS * parts) + (w.wg * parts + part)

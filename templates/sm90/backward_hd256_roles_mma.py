@@ -1,4 +1,4 @@
-"""Issue the MMAs of the Hopper backward of light variants, head dim 256."""
+"""Issue the MMAs of `backward_hd256_roles`, the Hopper backward for head dim 256."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_config import ROWS
-from attnkit.templates.sm90.backward_hd256_light_config import Hd256LightConfig
+from attnkit.templates.sm90.backward_hd256_roles_config import Hd256RolesConfig
 
 
-class LightTiledMmas(NamedTuple):
+class RolesTiledMmas(NamedTuple):
     """Holds the wgmma instructions of the MMAs, each for one warpgroup and 64 rows."""
 
     s: cute.TiledMma  # S^T = K Q^T or dP^T = V dO^T: all rows of a q block
@@ -24,7 +24,7 @@ class LightTiledMmas(NamedTuple):
     dk_held: cute.TiledMma  # the same with dS from registers
 
 
-def light_tiled_mmas(c: Hd256LightConfig, dtype: Any) -> LightTiledMmas:
+def roles_tiled_mmas(c: Hd256RolesConfig, dtype: Any) -> RolesTiledMmas:
     """Create the wgmma instructions."""
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -34,7 +34,7 @@ def light_tiled_mmas(c: Hd256LightConfig, dtype: Any) -> LightTiledMmas:
             dtype, dtype, a, b, Float32, (1, 1, 1), (ROWS, n), a_source=source
         )
 
-    return LightTiledMmas(
+    return RolesTiledMmas(
         s=mma(k_major, k_major, c.block_q),
         dq=mma(mn_major, mn_major, c.head_dim // 2 // c.dq_parts),
         dv=mma(k_major, mn_major, c.head_dim_v // 2, registers),
@@ -43,7 +43,7 @@ def light_tiled_mmas(c: Hd256LightConfig, dtype: Any) -> LightTiledMmas:
     )
 
 
-class LightSmemLayouts(NamedTuple):
+class RolesSmemLayouts(NamedTuple):
     """Holds the shared memory layouts of the operands, see `Hd256SmemLayouts`."""
 
     k: Any
@@ -60,7 +60,7 @@ class LightSmemLayouts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LightMma:
+class RolesMma:
     """Issues the MMAs of a consumer warpgroup; each method `issue_*` commits one wgmma group.
 
     Attributes:
@@ -76,9 +76,9 @@ class LightMma:
     """
 
     wg: int
-    overwrite: LightTiledMmas
-    accumulate: LightTiledMmas
-    views: LightSmemLayouts
+    overwrite: RolesTiledMmas
+    accumulate: RolesTiledMmas
+    views: RolesSmemLayouts
     s: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
@@ -131,20 +131,20 @@ class LightMma:
         warpgroup.commit_group()
 
 
-def light_mma(
-    c: Hd256LightConfig,
+def roles_mma(
+    c: Hd256RolesConfig,
     wg: int,
     thread: Int32,
-    overwrite: LightTiledMmas,
-    accumulate: LightTiledMmas,
-    views: LightSmemLayouts,
-) -> LightMma:
+    overwrite: RolesTiledMmas,
+    accumulate: RolesTiledMmas,
+    views: RolesSmemLayouts,
+) -> RolesMma:
     """Create the operands and accumulators of a consumer warpgroup.
 
     Args:
         c: compile-time configuration.
         wg, thread: index of the consumer, and of the thread in it.
-        overwrite, accumulate: see `LightMma`.
+        overwrite, accumulate: see `RolesMma`.
         views: tensors in shared memory.
     """
     s, dq, dv, dk, _ = accumulate
@@ -162,7 +162,7 @@ def light_mma(
     p = cute.make_rmem_tensor(  # dtype [64, block_q] / 128 threads
         dv.get_slice(thread).partition_shape_A((ROWS, c.block_q)), device.DTYPES[c.dtype]
     )
-    return LightMma(
+    return RolesMma(
         wg=wg,
         overwrite=overwrite,
         accumulate=accumulate,
