@@ -32,6 +32,8 @@ from gpu_sweep import Sweeper
 from gpu_timing import ATTEMPTS, MODES, NOISY, ROUNDS, UNCERTAIN, CudaTimer, Series, Timer, steady
 from gpu_variants import Shape, problem
 
+from attnkit import clear_caches
+
 HERE = Path(__file__).parent
 ROWS = HERE / "results" / "gpu.jsonl"
 Row = dict[str, Any]
@@ -74,6 +76,7 @@ def measure(
 ) -> Iterator[Row]:
     """Measure one case and yield a row per contender; if one is noisy, all rows say "noisy"."""
     torch.compiler.reset()  # else peers reach dynamo's limit of recompilations after some cases
+    clear_caches()  # else a third case that differs in numbers alone reads them at run time
     p = problem(case, shape, device, settings.backward)
     check = Check(p, settings.backward)
     runs, known = Sweeper(p, check, timer, settings.sweep_seconds).prepare(contenders)

@@ -27,6 +27,7 @@ from committed import add_commit, row_file
 from emulate import DIRECTIONS, library, variant_and_zeros
 from frames import head_dims
 
+from attnkit import clear_caches
 from attnkit.errors import AttnkitError
 from attnkit.jit import dsl_runtime, emulation
 from attnkit.jit import kernel as compiled
@@ -63,6 +64,7 @@ class Job:
 def sources(job: Job) -> list[compiled.Source]:
     """Return the sources of a job's kernels; for a forward only those of the main kernel."""
     backward = job.direction == "backward"
+    clear_caches()  # else a third job that differs in numbers alone reads them at run time
     variant, qkv = variant_and_zeros(job.variant, LENGTH, job.head_dims, torch.bfloat16, backward)
     with emulation.session(execute=False), compiled.requested_sources() as requested:
         out = variant(*qkv, backend=f"emulate:{job.arch}", deterministic=job.deterministic)

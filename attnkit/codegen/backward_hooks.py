@@ -15,7 +15,13 @@ from attnkit.codegen.emit_cute import LOAD_INDICES, emit
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
 from attnkit.codegen.learned_indices import LearnedIndices, slots
 from attnkit.codegen.load_indices import LoadIndices
-from attnkit.codegen.score_form import score_form, split_row, unscaled, weight_form
+from attnkit.codegen.score_form import (
+    NumberFacts,
+    score_form,
+    split_row,
+    unscaled,
+    weight_form,
+)
 from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
@@ -45,6 +51,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         large: numbers of captured tensors whose gradient has offsets of more than 31 bits.
         indices: which loads wrap negative indices, and which are clamped.
         softmax: whether a softmax makes the weights; otherwise the modified scores are the weights.
+        facts: what is known of numbers that the score_mod reads from tables; None without tables.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
@@ -78,22 +85,24 @@ class GraphBackward(GraphForward, LearnedIndices):
         large: Collection[int] = (),
         indices: LoadIndices = LOAD_INDICES,
         softmax: bool = True,
+        facts: NumberFacts | None = None,
     ) -> None:
+        tables = frozenset[int]() if facts is None else facts.tables
         dscore = arg("grad") if root is None else adjoint(root).dscore
         learned = learned_loads(root, needs_grad, row_sums, softmax)
         self._loads = tuple(load for load, _ in learned.scores)
         self.gradient_slots = slots(self._loads, needs_grad)
-        self._cotangents = tuple(unscaled(c) for _, c in learned.scores)
+        self._cotangents = tuple(unscaled(c, tables) for _, c in learned.scores)
         self.row_factors = bool(learned.factors)
-        self._dscore = unscaled(dscore)
-        self._slope = unscaled(unit_gradient(dscore))
+        self._dscore = unscaled(dscore, tables)
+        self._slope = unscaled(unit_gradient(dscore), tables)
         self.has_derivative = self._slope is not _ONE
         # with a derivative of the score_mod, no registers are left for a separate distance term
         if softmax:
-            form = score_form(root, separate_distance=not self.has_derivative)
+            form = score_form(root, separate_distance=not self.has_derivative, facts=facts)
             _, form = split_row(form)  # the preprocess subtracts these terms from the LSE
         else:
-            form = weight_form(root, split_sigmoid=False)
+            form = weight_form(root, split_sigmoid=False, facts=facts)
         super().__init__(
             form,
             mask,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attnkit.codegen.nonnegative import ranges_of
+from attnkit.codegen.nonnegative import NOTHING, Known, ranges_of
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 
@@ -53,7 +53,10 @@ def wrapping_unless_tables(roots: Iterable[Node]) -> frozenset[Node] | None:
 
 
 def data_bound(
-    roots: Iterable[Node], sizes: Mapping[str, int], shapes: Sequence[Sequence[int]]
+    roots: Iterable[Node],
+    sizes: Mapping[str, int],
+    shapes: Sequence[Sequence[int]],
+    known: Known = NOTHING,
 ) -> frozenset[Node]:
     """Return the loads whose indices are in bounds only because of values of captured data.
 
@@ -61,16 +64,18 @@ def data_bound(
         roots: expressions, all of whose load indices are proven to be in bounds.
         sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
         shapes: shapes of the captured tensors by slot.
+        known: values of loads from tables of numbers, which nobody edits.
     """
     roots = tuple(roots)
-    ranges = ranges_of(roots, sizes)
+    ranges = ranges_of(roots, sizes, known)
     found = []
     for n in ir.topo(*roots):
         if n.op != "load":
             continue
         for index, size in zip(n.args, shapes[int(str(n.attr))], strict=True):
-            known = ranges[index]
-            if reads_data(index) and (known is None or known[0] < -size or known[1] >= size):
+            found_range = ranges[index]
+            inside = found_range is not None and -size <= found_range[0] <= found_range[1] < size
+            if reads_data(index) and not inside:
                 found.append(n)
     return frozenset(found)
 

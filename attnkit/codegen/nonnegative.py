@@ -8,23 +8,30 @@ without a known range may be negative.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TypeAlias
 
 from attnkit.graph import ir
 from attnkit.graph.ir import BOOL, I32, Node, arg
 
 Range: TypeAlias = tuple[int, int] | None
+Known: TypeAlias = Mapping[Node, int]  # integer loads whose value is known
+
+NOTHING: Known = MappingProxyType({})
 
 
-def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]:
+def wrapping(
+    roots: Iterable[Node], sizes: Mapping[str, int], known: Known = NOTHING
+) -> frozenset[Node]:
     """Return the loads in `roots` that may have a negative index.
 
     Args:
         roots: expressions.
         sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
+        known: values of loads from tables of numbers.
     """
     roots = tuple(roots)
-    ranges = ranges_of(roots, sizes)
+    ranges = ranges_of(roots, sizes, known)
     loads = []
     for n in ir.topo(*roots):
         if n.op == "load":
@@ -34,16 +41,20 @@ def wrapping(roots: Iterable[Node], sizes: Mapping[str, int]) -> frozenset[Node]
     return frozenset(loads)
 
 
-def ranges_of(roots: Iterable[Node], sizes: Mapping[str, int]) -> dict[Node, Range]:
+def ranges_of(
+    roots: Iterable[Node], sizes: Mapping[str, int], known: Known = NOTHING
+) -> dict[Node, Range]:
     """Return the (lowest, highest) value of each integer or bool node in `roots`; None if unknown.
 
     Args:
         roots: expressions.
         sizes: number of values of b, h, q and kv; each goes from 0 to its size - 1.
+        known: values of loads from tables of numbers.
     """
-    ranges: dict[Node, Range] = {}
+    ranges: dict[Node, Range] = {n: (value, value) for n, value in known.items()}
     for n in ir.topo(*roots):
-        ranges[n] = _range(n, ranges, sizes)
+        if n not in ranges:
+            ranges[n] = _range(n, ranges, sizes)
     return ranges
 
 

@@ -35,6 +35,21 @@ _ROW = _HEAD | {"q"}
 _COLUMN = _HEAD | {"kv"}
 
 
+class NumberFacts(NamedTuple):
+    """Holds what is known of a score_mod that reads numbers from tables, see `number_tables`.
+
+    The facts are those of a score_mod in which the same numbers are constants.
+
+    Attributes:
+        ceiling, positive: see `ScoreForm`.
+        tables: slots of the tables. Their floats are finite, and products of a few are too.
+    """
+
+    ceiling: float | None
+    positive: bool
+    tables: frozenset[int]
+
+
 class ScoreForm(NamedTuple):
     """Holds the parts of a score_mod as expressions of `score` (q . k) and `scale` (softmax scale).
 
@@ -50,6 +65,7 @@ class ScoreForm(NamedTuple):
             without `separate_distance`: `slope` and `row` then include the term.
         weight: what x is without a softmax: "linear" for the weight itself, "sigmoid" for the
             argument of a sigmoid in log2 units; "" for the exponent of a softmax.
+        positive: whether `factor` is known to be the scale times a positive number.
     """
 
     factor: Node | None
@@ -59,11 +75,12 @@ class ScoreForm(NamedTuple):
     ceiling: float | None
     distance: Node | None = None
     weight: str = ""
+    positive: bool = False
 
     @property
     def plain(self) -> bool:
-        """Return whether x is the score times the scale times a positive constant."""
-        return self.bias is None and self.slope is None and _positive(self.factor)
+        """Return whether x is the score times the scale times a positive number."""
+        return self.bias is None and self.slope is None and self.positive
 
     @property
     def additive(self) -> bool:
@@ -71,15 +88,18 @@ class ScoreForm(NamedTuple):
         return not self.weight and self.factor is build("mul", SCALE, const(LOG2E))
 
 
-def weight_form(root: Node | None, *, split_sigmoid: bool = True) -> ScoreForm:
+def weight_form(
+    root: Node | None, *, split_sigmoid: bool = True, facts: NumberFacts | None = None
+) -> ScoreForm:
     """Convert the graph of a weight to the `ScoreForm` that a kernel without a softmax computes.
 
     Args:
         root: the weight, a score_mod, or a sigmoid of one; None for the unmodified score.
         split_sigmoid: whether to leave a sigmoid at the root to the kernel. A backward needs its
             derivative too, which shares the sigmoid of the graph.
+        facts: what is known of numbers in tables; None if the graph reads none.
     """
-    root = SCORE if root is None else root
+    root, tables = SCORE if root is None else root, _tables(facts)
     sigmoid = split_sigmoid and root.op == "sigmoid"
     unit = const(LOG2E if sigmoid else 1.0)
     inner = root.args[0] if sigmoid else root
@@ -89,24 +109,29 @@ def weight_form(root: Node | None, *, split_sigmoid: bool = True) -> ScoreForm:
     split = linear(core)
     factor: Node | None = None
     if split is not None:
-        factor = build("mul", SCALE, _scaled(split.factor, unit))
+        factor = build("mul", SCALE, _scaled(split.factor, unit, tables))
         biases += [] if split.bias is const(0.0) else [split.bias]
         total = sum_of(biases)
     else:
-        total = sum_of([unscaled(core), *biases])
-    bias = None if total is None else _scaled(total, unit)
-    return ScoreForm(factor, bias, None, None, None, weight="sigmoid" if sigmoid else "linear")
+        total = sum_of([unscaled(core, tables), *biases])
+    bias = None if total is None else _scaled(total, unit, tables)
+    positive = _positive(factor) if facts is None else facts.positive
+    weight = "sigmoid" if sigmoid else "linear"
+    return ScoreForm(factor, bias, None, None, None, weight=weight, positive=positive)
 
 
-def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreForm:
+def score_form(
+    root: Node | None, *, separate_distance: bool = False, facts: NumberFacts | None = None
+) -> ScoreForm:
     """Convert a score_mod to the `ScoreForm` that a kernel computes.
 
     Args:
         root: the score_mod; None for the unmodified score.
         separate_distance: whether to return terms slope * (kv - q) as `distance`, not as `slope`
             and `row`.
+        facts: what is known of numbers in tables; None if the graph reads none.
     """
-    root = SCORE if root is None else root
+    root, tables = SCORE if root is None else root, _tables(facts)
     cores: list[Node] = []
     rows: list[Node] = []
     slopes: list[Node] = []
@@ -130,24 +155,34 @@ def score_form(root: Node | None, *, separate_distance: bool = False) -> ScoreFo
     split = linear(core)
     log2e = const(LOG2E)
     if split is not None:
-        factor: Node | None = build("mul", SCALE, _scaled(split.factor, log2e))
+        factor: Node | None = build("mul", SCALE, _scaled(split.factor, log2e, tables))
         if split.bias is not const(0.0):
             biases.append(split.bias)
         total = sum_of(biases)
         ceiling = None
     else:
         factor = None
-        total = sum_of([unscaled(core), *biases])
+        total = sum_of([unscaled(core, tables), *biases])
         reach = None if biases or slopes or distances else _reach(core)
         ceiling = None if reach is None else max(map(abs, reach)) * LOG2E
     return ScoreForm(
         factor,
-        None if total is None else _scaled(total, log2e),
-        _mapped(sum_of(slopes), log2e),
+        None if total is None else _scaled(total, log2e, tables),
+        _mapped(sum_of(slopes), log2e, tables),
         sum_of(rows),
-        ceiling,
-        _mapped(sum_of(distances), log2e),
+        ceiling if facts is None else facts.ceiling,
+        _mapped(sum_of(distances), log2e, tables),
+        positive=_positive(factor) if facts is None else facts.positive,
     )
+
+
+def number_facts(form: ScoreForm, tables: frozenset[int]) -> NumberFacts:
+    """Return the facts of a form with constants, for the graph that reads them from `tables`."""
+    return NumberFacts(form.ceiling, form.positive, tables)
+
+
+def _tables(facts: NumberFacts | None) -> frozenset[int]:
+    return frozenset() if facts is None else facts.tables
 
 
 def split_row(form: ScoreForm) -> tuple[Node | None, ScoreForm]:
@@ -171,8 +206,8 @@ def _positive(factor: Node | None) -> bool:
     return other.op == "const" and 0.0 < float(str(other.attr)) < math.inf
 
 
-def _mapped(n: Node | None, by: Node) -> Node | None:
-    return None if n is None else _scaled(n, by)
+def _mapped(n: Node | None, by: Node, tables: frozenset[int]) -> Node | None:
+    return None if n is None else _scaled(n, by, tables)
 
 
 def terms(n: Node, sign: int = 1) -> Iterable[Node]:
@@ -194,32 +229,40 @@ def sum_of(parts: list[Node]) -> Node | None:
     return total
 
 
-def _scaled(n: Node, by: Node) -> Node:
-    """Return `n` times the constant `by`, merged with a constant factor of `n` if it has one."""
+def _scaled(n: Node, by: Node, tables: frozenset[int]) -> Node:
+    """Return `n` times the constant `by`, merged with a factor of `n` that is a number, if any."""
     if n.op == "const":
         return const(float(str(n.attr)) * float(str(by.attr)))
     if n.op == "mul":
         for one, other in (n.args, n.args[::-1]):
-            if one.op == "const":
-                return build("mul", other, const(float(str(one.attr)) * float(str(by.attr))))
+            if _is_number(one, tables):
+                return build("mul", other, _scaled(one, by, tables))
     return build("mul", n, by)
 
 
-def unscaled(core: Node) -> Node:
-    """Replace the score by q . k * scale in `core`; fold constant factors into the scale."""
+def _is_number(n: Node, tables: frozenset[int]) -> bool:
+    """Return whether `n` is a constant or a number in one of `tables`."""
+    return n.op == "const" or (n.op == "load" and n.attr in tables)
+
+
+def unscaled(core: Node, tables: frozenset[int] = frozenset()) -> Node:
+    """Replace the score by q . k * scale in `core`; fold numbers that multiply it into the scale.
+
+    `tables` are the slots of tables of numbers, see `NumberFacts`.
+    """
     mapping = {SCORE: build("mul", SCORE, SCALE)}
     for n in ir.topo(core):
-        product = _times_scale(n)
+        product = _times_scale(n, tables)
         if product is not None:
             mapping[n] = product
     return ir.substitute(core, mapping)
 
 
-def _times_scale(n: Node) -> Node | None:
-    """Rewrite score * c or score / c, c a constant, as q . k * (scale * c); else return None."""
+def _times_scale(n: Node, tables: frozenset[int]) -> Node | None:
+    """Rewrite score * c or score / c, c a number, as q . k * (scale * c); else return None."""
     if n.op == "mul" and SCORE in n.args:
         other = n.args[1] if n.args[0] is SCORE else n.args[0]
-        if other.op == "const":
+        if _is_number(other, tables):
             return build("mul", SCORE, build("mul", SCALE, other))
     if n.op == "div" and n.args[0] is SCORE and n.args[1].op == "const":
         by = float(str(n.args[1].attr))

@@ -48,6 +48,7 @@ __all__ = [
     "KernelStats",
     "Source",
     "full_key",
+    "is_compiled",
     "kernel",
     "requested_sources",
     "runs_on",
@@ -281,6 +282,14 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
     if requested is not None and source not in requested:
         requested.append(source)
     return compiled
+
+
+def is_compiled(source: Source) -> bool:
+    """Return whether the kernel of `source` is in memory or on disk."""
+    with _table_lock:
+        if source in _kernels:
+            return True
+    return KernelCache().get(full_key(source)) is not None
 
 
 def _artifact(source: Source) -> Artifact:

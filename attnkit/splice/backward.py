@@ -81,17 +81,30 @@ def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
     A deterministic call accumulates dQ, dK and dV in a fixed order, and the gradients of captured
     tensors exactly.
     """
-    return backward_call.prepare(kernel_call, inputs, lambda: _settings_of(kernel_call, inputs))
+    return backward_call.prepare(
+        kernel_call, inputs, functools.partial(_settings_of, kernel_call, inputs)
+    )
 
 
-def _settings_of(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardSettings:
-    program, spec, runs = kernel_call.program, kernel_call.spec, kernel_call.runs
+def _settings_of(
+    kernel_call: KernelCall,
+    inputs: BackwardInputs,
+    program: Program,
+    needs_grad: tuple[bool, ...],
+) -> BackwardSettings:
+    """Return the settings of kernels for the graphs in `program`.
+
+    Args:
+        kernel_call, inputs: see `prepare`.
+        program: the graphs, which may read numbers from tables.
+        needs_grad: whether each tensor that the score reads, tables included, needs a gradient.
+    """
+    spec, runs = kernel_call.spec, kernel_call.runs
     query, key, value = inputs.query, inputs.key, inputs.value
     assert spec.target is not None
     template = backward_template(spec.target)
     widths = template.widths((query.shape[-1], value.shape[-1]))
     assert widths is not None
-    needs_grad = tuple(inputs.needs_grad)
     softmax = program.has_softmax
     learned = cached_learned_loads(program.score, needs_grad, template.row_sums(widths), softmax)
     case = BackwardCase(

@@ -6,9 +6,9 @@ No function here synchronizes with the GPU. All of them may run during CUDA grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,9 +42,10 @@ from attnkit.splice.counters import zero_counters
 from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
 from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
-from attnkit.splice.mask_intervals import Bounds, column_intervals
+from attnkit.splice.mask_intervals import column_intervals
 from attnkit.splice.program import Program
 from attnkit.splice.replay import CallTensors, Launch, prepare_replay
+from attnkit.splice.run_time_numbers import KernelGraphs, kernels_for
 from attnkit.splice.sink_gradient import RepeatedBackward
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
@@ -55,6 +56,10 @@ from attnkit.util.torch_private import device_index, fast_empty_strided, stream_
 if TYPE_CHECKING:
     from attnkit.jit.emulated_kernel import EmulatedKernel
 
+
+# Function that returns the compile-time settings of kernels: (graphs, whether each tensor that the
+# score reads needs a gradient) -> settings.
+SettingsOf: TypeAlias = Callable[[Program, tuple[bool, ...]], BackwardSettings]
 
 _CHECKS = 7  # index of the preprocess kernel's argument with the table of checked data
 
@@ -122,7 +127,8 @@ class BackwardCall:
         preprocess, main, postprocess: the kernels, in the order of their launches.
         shifts: whether the preprocess reads captured tensors.
         captured: the captured tensors that the main kernel reads.
-        needs_grad: for each tensor that the score captures, whether its gradient is needed.
+        needs_grad: for each tensor that the score captures, whether its gradient is needed; then
+            False for tables of numbers that the kernels read.
         sink: whether the preprocess reads an attention sink.
         sink_parts: shape of the parts of the sink's gradient; None if it is not needed.
         like: shape and strides of the gradients of query, key and value.
@@ -247,7 +253,7 @@ class BackwardCall:
         sums = make((sum(units) * UNIT,), (1,), torch.float32)
         if sum(units[1:]):
             sums[units[0] * UNIT :].zero_()
-        pairs = zip(scores, self.needs_grad, strict=True)
+        pairs = zip(scores, self.needs_grad, strict=False)  # tables of numbers have none
         parts = [] if self.sink_parts is None else [self.sink_parts]
         return Buffers(
             grads=grads,
@@ -408,16 +414,14 @@ _calls: VersionedCache[BackwardCall] = VersionedCache(128)
 caches.register(_calls.clear)
 
 
-def prepare(
-    kernel_call: KernelCall, inputs: BackwardInputs, settings: Callable[[], BackwardSettings]
-) -> BackwardCall:
+def prepare(kernel_call: KernelCall, inputs: BackwardInputs, settings: SettingsOf) -> BackwardCall:
     """Return the cached `BackwardCall` for tensors like `inputs`, or build it.
 
     Args:
         kernel_call: the template, graphs and tiles.
         inputs: example tensors. Later calls may pass other tensors of the same geometry, except for
             the tensors that the mask captures: these must be the same, with the same data.
-        settings: function that returns the compile-time settings of the kernels.
+        settings: see `SettingsOf`.
     """
     sizes = tuple([(t.shape, t.stride()) for t in loaded(inputs)])
     kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
@@ -428,7 +432,7 @@ def prepare(
     grads = inputs.grad_lse is None, inputs.grad_entropy is None
     kind = grads, sink, query.dtype, query.device
     key = case, kind, workers, sizes, kinds, kernel_call.check
-    build = lambda: _build_call(kernel_call, inputs, settings(), workers)
+    build = lambda: _build_call(kernel_call, inputs, settings, workers)
     return _calls.get(key, inputs.captured.masks, build)
 
 
@@ -438,25 +442,102 @@ def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
 
 
 def _build_call(
-    kernel_call: KernelCall, inputs: BackwardInputs, settings: BackwardSettings, workers: int
+    kernel_call: KernelCall, inputs: BackwardInputs, settings: SettingsOf, workers: int
 ) -> BackwardCall:
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
+    program, device = kernel_call.program, query.device
+    bounds, mask_tensors = column_intervals(program.mask, captured.masks, query, key)
+    graphs = KernelGraphs(
+        program.score,
+        program.mask,
+        bounds,
+        tuple(captured.scores),
+        tuple(mask_tensors),
+        program.has_softmax,
+    )
+    build = lambda g: _kernels(kernel_call, inputs, g, settings, workers)
+    kernels = kernels_for(graphs, build, device)
+    final = kernels.settings
+    like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
+    with_sink = inputs.needs_sink_grad
+    return BackwardCall(
+        settings=final,
+        work=kernels.work,
+        device=device,
+        dtype=query.dtype,
+        preprocess=kernels.preprocess,
+        main=kernels.main,
+        postprocess=kernels.postprocess,
+        shifts=kernels.shifts,
+        captured=kernels.arguments,
+        needs_grad=kernels.needs_grad,
+        sink=kernels.reads_sink,
+        sink_parts=sink_gradient.parts_shape(final, query) if with_sink else None,
+        like=tuple((tuple(t.shape), t.stride()) for t in like),
+        direct=have_tma_strides(like),
+        tma_strides=have_tma_strides(loaded(inputs)),
+        group=query.shape[1] // key.shape[1],
+        row_words=final.template.row_words(final),
+        emulated=kernel_call.spec.emulated,
+        check=None if kernel_call.check is None else kernel_call.check.backward,
+    )
+
+
+class _Kernels(NamedTuple):
+    """Describes the kernels of a backward, which are not compiled yet.
+
+    The attributes that are not described here are those of `BackwardCall`.
+
+    Attributes:
+        arguments: the captured tensors that the main kernel reads.
+        needs_grad: for each tensor that the score reads, tables of numbers included, whether its
+            gradient is needed.
+        reads_sink: whether the preprocess reads an attention sink.
+    """
+
+    settings: BackwardSettings
+    work: BackwardWork
+    preprocess: Source
+    main: Source
+    postprocess: tuple[Postprocess, ...]
+    shifts: bool
+    arguments: tuple[CapturedArgument, ...]
+    needs_grad: tuple[bool, ...]
+    reads_sink: bool
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Return the kernels, the main one first."""
+        return (self.main, self.preprocess, *(p.source for p in self.postprocess))
+
+
+def _kernels(
+    kernel_call: KernelCall,
+    inputs: BackwardInputs,
+    graphs: KernelGraphs,
+    settings_of: SettingsOf,
+    workers: int,
+) -> _Kernels:
+    """Describe the kernels of a backward for `graphs`, which may read numbers from tables."""
+    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program = kernel_call.program.without_sink()  # the LSE includes the sink
-    emulated, device = kernel_call.spec.emulated, query.device
-    needs_grad = tuple(inputs.needs_grad)
+    program = replace(program, score=graphs.score, mask=graphs.mask)
+    emulated, device, own = kernel_call.spec.emulated, query.device, len(captured.scores)
+    needs_grad = (*inputs.needs_grad, *(False for _ in graphs.scores[own:]))
+    settings = settings_of(program, needs_grad)
     check = None if kernel_call.check is None else kernel_call.check.backward
     checks = () if check is None else tensor_kinds([check.rows])
     work = backward_work(kernel_call.runs, settings, query, key, value, workers, emulated)
     rounding = settings  # of the postprocess, which does not depend on a first writer
     if work.first_writer:
         settings = settings.with_first_writer()
-    bounds, mask_tensors = column_intervals(program.mask, captured.masks, query, key)
     arguments = (
-        *(captured_slot(SCORE, i, captured, device) for i in range(len(captured.scores))),
-        *(_mask_argument(t, captured, device) for t in mask_tensors),
+        *(captured_slot(SCORE, i, captured, device) for i in range(own)),
+        *(readable(t, device) for t in graphs.scores[own:]),
+        *(_mask_argument(t, captured, device) for t in graphs.masks),
     )
     kinds = tensor_kinds(read_captured(arguments, captured, device))
-    clamp = _clamped(program, bounds, captured, mask_tensors, query, key)
+    clamp = _clamped(graphs, query, key)
     numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
@@ -465,51 +546,39 @@ def _build_call(
     with_sink = inputs.needs_sink_grad
     # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
     reads_sink = with_sink or (inputs.sink is not None and before is not None)
-    like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
-    return BackwardCall(
+    return _Kernels(
         settings=settings,
         work=work,
-        device=device,
-        dtype=query.dtype,
         preprocess=preprocess_source(settings, with_lse, before, checks, reads_sink + with_sink),
-        main=main_source(program, bounds, settings, kinds, needs_grad, large, clamp),
+        main=main_source(
+            program, graphs.bounds, settings, kinds, needs_grad, large, clamp, graphs.facts
+        ),
         postprocess=_postprocess(rounding, work, after),
         shifts=before is not None,
-        captured=arguments,
+        arguments=arguments,
         needs_grad=needs_grad,
-        sink=reads_sink,
-        sink_parts=sink_gradient.parts_shape(settings, query) if with_sink else None,
-        like=tuple((tuple(t.shape), t.stride()) for t in like),
-        direct=have_tma_strides(like),
-        tma_strides=have_tma_strides(loaded(inputs)),
-        group=query.shape[1] // key.shape[1],
-        row_words=settings.template.row_words(settings),
-        emulated=emulated,
-        check=check,
+        reads_sink=reads_sink,
     )
 
 
-def _clamped(
-    program: Program,
-    bounds: Bounds | None,
-    captured: Captured,
-    mask_tensors: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-) -> frozenset[Node]:
+def _clamped(graphs: KernelGraphs, query: Tensor, key: Tensor) -> frozenset[Node]:
     """Return the loads whose index is clamped because only captured data keeps it in bounds.
 
-    In `bounds` the argument `q` stands for the kv position of a column.
+    In the bounds the argument `q` stands for the kv position of a column.
     """
     batch, heads, q_len = query.shape[:3]
     sizes = {"b": batch, "h": heads, "q": q_len, "kv": key.shape[2]}
-    graphs: list[tuple[list[Node], Sequence[Tensor], dict[str, int]]] = [
-        ([] if program.score is None else [program.score], captured.scores, sizes),
-        ([n for pair in bounds or () for n in pair], mask_tensors, sizes | {"q": key.shape[2]}),
+    (of_score, of_mask), bounds = graphs.known, graphs.bounds
+    score = [] if graphs.score is None else [graphs.score]
+    parts = [(score, graphs.scores, sizes, of_score)]
+    ends = [n for pair in bounds or () for n in pair]
+    parts.append((ends, graphs.masks, sizes | {"q": key.shape[2]}, of_mask))
+    if bounds is None and graphs.mask is not None:
+        parts.append(([graphs.mask], graphs.masks, sizes, of_mask))
+    loads = [
+        data_bound(roots, own, [t.shape for t in tensors], dict(known))
+        for roots, tensors, own, known in parts
     ]
-    if bounds is None and program.mask is not None:
-        graphs.append(([program.mask], mask_tensors, sizes))
-    loads = [data_bound(roots, own, [t.shape for t in ts]) for roots, ts, own in graphs]
     return frozenset().union(*loads)
 
 

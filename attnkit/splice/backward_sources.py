@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnkit.codegen.load_indices import LoadIndices, wrapping_unless_tables
+from attnkit.codegen.score_form import NumberFacts
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Build, Source
@@ -138,6 +139,7 @@ def main_source(
     needs_grad: tuple[bool, ...],
     large: tuple[int, ...],
     clamp: frozenset[Node],
+    facts: NumberFacts | None = None,
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
 
@@ -149,6 +151,7 @@ def main_source(
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         large: numbers of the score's tensors whose gradient has offsets of more than 31 bits.
         clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
+        facts: what is known of numbers that the score_mod reads from tables.
     """
 
     roots = [n for n in (program.score, program.mask) if n is not None]
@@ -170,6 +173,7 @@ def main_source(
             large=large,
             indices=indices,
             softmax=program.has_softmax,
+            facts=facts,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(
@@ -189,7 +193,10 @@ def main_source(
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
     shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large)
     clamped = [clamp for _, clamp in indices.flags(ir.topo(*roots))]
-    key = "\n".join(["backward", program.text, intervals, str(settings), str(shape), str(clamped)])
+    parts = ["backward", program.text, intervals, str(settings), str(shape), str(clamped)]
+    if facts is not None:
+        parts.append(f"numbers {sorted(facts.tables)} {facts.positive}")
+    key = "\n".join(parts)
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from attnkit.splice.forward_work import choose_kernel, forward_work, near_runs
 from attnkit.splice.kernel_call import Captured, ForwardInputs, KernelCall
 from attnkit.splice.mask_intervals import row_intervals
 from attnkit.splice.program import Program
+from attnkit.splice.run_time_numbers import KernelGraphs, kernels_for
 from attnkit.splice.runs_cache import wait_for_tables
 from attnkit.splice.template_registry import forward_template
 from attnkit.splice.tma import has_tma_strides, have_tma_strides
@@ -143,38 +144,16 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)
     scores, sink = program.split_sink(captured.scores)
     scores, _ = program.split_dropout(scores)
-    variant = forward_variant(
+    graphs = KernelGraphs(
         program.score,
         program.mask,
         bounds,
-        (batch, heads, q_len, key.shape[2]),
-        (shapes_of(scores), shapes_of(mask_tensors)),
+        tuple(scores),
+        tuple(mask_tensors),
         program.has_softmax,
     )
-    variant = variant._replace(
-        lists_override_mask=program.lists_override_mask,
-        sink=sink is not None,
-        dropout=program.dropout,
-    )
-    arguments = tuple(captured_arguments(variant, captured, mask_tensors, device))
-    chosen = template.fit(
-        chosen, variant.form, variant.mask is not None or variant.lists_override_mask
-    )
-    needed = need_max, kernel_call.need_entropy
-    config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
-    check, slot = None, len(arguments) - 1  # of the sink, if there is one
-    if kernel_call.check is not None and template.checks_data:
-        check = kernel_call.check.forward
-        config["checks_data"] = True
-        arguments = (*arguments, check.rows)
-    source = forward_source(
-        target,
-        variant,
-        tuple(sorted(config.items())),
-        head_dims,
-        tensor_kinds(read_captured(arguments, captured, device)),
-        inputs.scale > 0,
-    )
+    kernel = kernels_for(graphs, lambda g: _kernel(kernel_call, inputs, g, chosen), device)
+    chosen, config, check = kernel.chosen, kernel.config, kernel.check
 
     # the statistics of the parts of split rows are not combined
     split = not (need_max or kernel_call.need_entropy)
@@ -183,6 +162,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     combine = None
     if work.slots:
         tables = work.split, work.split_ptr
+        slot = len(kernel.arguments) - 1 - (check is not None)  # of the sink, if there is one
         kind = None if sink is None else tensor_kinds([sink])[0]
         merge = combine_source(dtype, head_dims[1], tile, target.arch, kind, program.has_softmax)
         combine = CombineKernel(merge, tables, None if sink is None else slot)
@@ -196,7 +176,7 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         _log_copies(query, key, value)
     return ForwardCall(
         run=run or _launch,
-        source=source,
+        source=kernel.source,
         device=device,
         dtype=query.dtype,
         shape=shape,
@@ -205,13 +185,84 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
         tma_strides=have_tma_strides((query, key, value)),
         tables=(work.work_tiles, work.partial, work.full),
         parts=((slots, *tile), (slots, tile[0])),
-        captured=arguments,
+        captured=kernel.arguments,
         numbers=(heads // key.shape[1], min(workers, work.work_tiles.shape[0])),
         combine=combine,
         need_max=need_max,
         need_entropy=kernel_call.need_entropy,
         check=check,
     )
+
+
+class _Kernel(NamedTuple):
+    """Describes a forward kernel, which is not compiled yet, and the captured tensors it reads.
+
+    Attributes:
+        source: the kernel.
+        chosen: its tile sizes, adapted to the registers that the variant needs.
+        config: arguments of the template's `ForwardConfig`.
+        arguments: the captured tensors; the last one is the table of `check`, if there is one.
+        check: what the kernel compares with fingerprints.
+    """
+
+    source: Source
+    chosen: Kernel
+    config: dict[str, Any]
+    arguments: tuple[CapturedArgument, ...]
+    check: CheckTable | None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Return the kernel as a tuple."""
+        return (self.source,)
+
+
+def _kernel(
+    kernel_call: KernelCall, inputs: ForwardInputs, graphs: KernelGraphs, chosen: Kernel
+) -> _Kernel:
+    """Describe the forward kernel of a call for `graphs`, which may read numbers from tables."""
+    query, key, captured = inputs.query, inputs.key, inputs.captured
+    program, target = kernel_call.program, gpu_target(kernel_call.template)
+    template, device = forward_template(target), query.device
+    head_dims = query.shape[3], inputs.value.shape[-1]
+    variant = forward_variant(
+        graphs.score,
+        graphs.mask,
+        graphs.bounds,
+        (*query.shape[:3], key.shape[2]),
+        (shapes_of(graphs.scores), shapes_of(graphs.masks)),
+        graphs.softmax,
+        graphs.facts,
+        graphs.known,
+    )
+    variant = variant._replace(
+        lists_override_mask=program.lists_override_mask,
+        sink=program.sink,
+        dropout=program.dropout,
+    )
+    read = Captured(graphs.scores, graphs.masks)
+    arguments = tuple(captured_arguments(variant, captured, read, device))
+    chosen = template.fit(
+        chosen, variant.form, variant.mask is not None or variant.lists_override_mask
+    )
+    dtype = str(query.dtype).removeprefix("torch.")
+    needed = kernel_call.need_max, kernel_call.need_entropy
+    config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
+    check = None
+    if kernel_call.check is not None and template.checks_data:
+        check = kernel_call.check.forward
+        config["checks_data"] = True
+        arguments = (*arguments, check.rows)
+    source = forward_source(
+        target,
+        variant,
+        tuple(sorted(config.items())),
+        head_dims,
+        tensor_kinds(read_captured(arguments, captured, device)),
+        inputs.scale > 0,
+        graphs.facts is not None,
+    )
+    return _Kernel(source, chosen, config, arguments, check)
 
 
 def _log_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -230,7 +281,7 @@ def _log_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
 def captured_arguments(
     variant: ForwardVariant,
     captured: Captured,
-    mask_tensors: Sequence[Tensor],
+    read: Captured,
     device: torch.device,
 ) -> Iterator[CapturedArgument]:
     """Yield the kernel argument for each captured tensor that the kernel of `variant` reads.
@@ -238,16 +289,21 @@ def captured_arguments(
     Args:
         variant: the variant that the kernel computes.
         captured: tensors that the score and the mask capture.
-        mask_tensors: tensors that the mask captures, then tables of its intervals.
+        read: tensors that the graphs of the kernel read: the captured ones, tables of the mask's
+            intervals, tables of numbers.
         device: device of the kernel.
     """
+    own = len(captured.scores) - variant.sink - variant.dropout
     for slot in variant.slots[0]:
-        yield captured_slot(SCORE, slot, captured, device)
+        if slot < own:
+            yield captured_slot(SCORE, slot, captured, device)
+        else:
+            yield readable(read.scores[slot], device)
     for slot in variant.slots[1]:
         if slot < len(captured.masks):
             yield captured_slot(MASK, slot, captured, device)
         else:
-            yield readable(mask_tensors[slot], device)
+            yield readable(read.masks[slot], device)
     if variant.dropout:
         yield captured_slot(SCORE, len(captured.scores) - 1 - variant.sink, captured, device)
     if variant.sink:

@@ -22,6 +22,7 @@ def forward_source(
     head_dims: tuple[int, int],
     captured: tuple[TensorKind, ...],
     positive: bool,
+    reads_numbers: bool = False,
 ) -> Source:
     """Return the source of the forward kernel of a variant; the kernel compiles at its first call.
 
@@ -32,6 +33,8 @@ def forward_source(
         head_dims: head dims of query and key, and of value.
         captured: kinds of the captured tensors that the kernel reads.
         positive: whether the softmax scale is above 0.
+        reads_numbers: whether the kernel reads numbers from tables. What is known of them is then
+            part of the key.
     """
     template = forward_template(target)
     parts = [variant.form.factor, variant.form.bias, variant.form.slope, variant.form.row]
@@ -50,6 +53,7 @@ def forward_source(
         *(("sink",) if variant.sink else ()),
         *((variant.form.weight,) if variant.form.weight else ()),
         *(("dropout",) if variant.dropout else ()),
+        *((("numbers", variant.form.positive),) if reads_numbers else ()),
     )
     return Source(
         "\n".join([f"{target.template} forward", graph, repr(list(config)), repr(extra)]),

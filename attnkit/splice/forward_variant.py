@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnkit.codegen.load_indices import LoadIndices, data_bound
 from attnkit.codegen.nonnegative import wrapping
-from attnkit.codegen.score_form import ScoreForm, score_form, weight_form
+from attnkit.codegen.score_form import NumberFacts, ScoreForm, score_form, weight_form
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.util import caches
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnkit.templates.common.hooks import ForwardHooks
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+KnownLoads: TypeAlias = tuple[tuple[Node, int], ...]  # integers in tables of numbers
 
 _NO_WRAP = LoadIndices(frozenset())
 
@@ -86,6 +87,8 @@ def forward_variant(
     sizes: tuple[int, int, int, int],
     shapes: tuple[Shapes, Shapes],
     softmax: bool = True,
+    facts: NumberFacts | None = None,
+    known: tuple[KnownLoads, KnownLoads] = ((), ()),
 ) -> ForwardVariant:
     """Convert the graphs of a variant to a `ForwardVariant`, whose slots are renumbered from 0.
 
@@ -96,12 +99,16 @@ def forward_variant(
         sizes: batch, heads, query and kv length.
         shapes: shapes of the tensors that the score reads, and of those that mask or ends read.
         softmax: whether a softmax makes the weights; otherwise the modified scores are the weights.
+        facts, known: what is known of numbers that the graphs read from tables: of the score_mod,
+            and the integers of score_mod and mask.
     """
-    form = score_form(score) if softmax else weight_form(score)
+    form = (score_form if softmax else weight_form)(score, facts=facts)
     parts = {"factor": form.factor, "bias": form.bias, "slope": form.slope, "row": form.row}
     score_slots = ir.slots(*(n for n in parts.values() if n is not None))
     parts = {name: n and ir.renumber(n, score_slots.index) for name, n in parts.items()}
-    form = ScoreForm(**parts, ceiling=form.ceiling, weight=form.weight)
+    form = form._replace(
+        factor=parts["factor"], bias=parts["bias"], slope=parts["slope"], row=parts["row"]
+    )
     nodes = [n for pair in ends or () for n in pair]
     if ends is None and mask is not None:
         nodes = [mask]
@@ -115,9 +122,15 @@ def forward_variant(
         variant = ForwardVariant(form, mask, pairs, slots)
     ranges = dict(zip(("b", "h", "q", "kv"), sizes, strict=True))
     score_nodes = [n for name, n in parts.items() if n is not None]
-    clamp = data_bound(score_nodes, ranges, [shapes[0][i] for i in score_slots])
-    clamp |= data_bound(nodes, ranges, [shapes[1][i] for i in mask_slots])
-    return variant._replace(indices=LoadIndices(wrapping(variant.nodes(), ranges), clamp))
+    graphs = (score_nodes, score_slots), (nodes, mask_slots)
+    wrap: frozenset[Node] = frozenset()
+    clamp: frozenset[Node] = frozenset()
+    for (roots, read), own, loads in zip(graphs, shapes, known, strict=True):
+        # apart, because equal loads of the two graphs read different tables
+        values = {ir.renumber(n, read.index): v for n, v in loads if n.attr in read}
+        wrap |= wrapping(roots, ranges, values)
+        clamp |= data_bound(roots, ranges, [own[i] for i in read], values)
+    return variant._replace(indices=LoadIndices(wrap, clamp))
 
 
 caches.register(forward_variant.cache_clear)

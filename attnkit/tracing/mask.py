@@ -160,8 +160,7 @@ class Mask(Recorded):
         is row `q` of this mask. Positions before row 0 or column 0 of this mask are masked. The
         result is a window on this mask, for example for one chunk of the queries. It accepts any
         number of the remaining rows and columns, also after a shift by 0. For a shift that changes
-        from call to call pass a tensor: each int is a mask of its own, which is traced and compiled
-        again.
+        from call to call pass a tensor: each int is a mask of its own, which is traced again.
 
         Args:
             q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B]

@@ -71,8 +71,7 @@ class ScoreMod(Recorded):
         The result modifies the score at (q', kv') as this score_mod does at (q' + q, kv' + kv).
         A score_mod that reads positions needs a shift if the queries follow a KV cache, or for one
         chunk of the queries. Negative positions are passed on unchanged. For a shift that changes
-        from call to call pass a tensor: each int is a function of its own, which is traced and
-        compiled again.
+        from call to call pass a tensor: each int is a function of its own, which is traced again.
 
         Args:
             q: shift of the rows: an int of either sign, or an integer tensor of shape [] or [B]

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit import mods
-from attnkit.codegen.score_form import LOG2E, score_form, weight_form
+from attnkit.codegen.number_tables import numbers_of, with_tables
+from attnkit.codegen.score_form import (
+    LOG2E,
+    ScoreForm,
+    number_facts,
+    score_form,
+    weight_form,
+)
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
@@ -47,17 +54,38 @@ def value(n: Node | None, env: dict[str, Tensor], tensors: tuple[Tensor, ...]) -
 
 
 def assert_same(function: Any, env: dict[str, Tensor], scale: float, origin: int) -> None:
-    """Check that the parts of the form, combined as in a kernel, equal the modified score."""
+    """Check that the parts of the form, combined as in a kernel, equal the modified score.
+
+    The second form is that of a kernel which reads the numbers of the mod from tables.
+    """
+    traced = trace(function, "score")
+    root, tensors = traced.root, traced.tensors
+    # a divisor becomes a factor, whose rounding may change a comparison
+    numbers = [n for n in numbers_of([root]) if not n.inverted]
+    made = with_tables([root], numbers, len(tensors))
+    contents = (torch.tensor(made.floats, dtype=torch.float64), torch.tensor(made.ints))
+    tables = tuple(t for t in contents if t.numel())
+    slots = frozenset(range(len(tensors), len(tensors) + len(tables)))
     for apart in (False, True):
-        _assert_same(function, env, scale, origin, apart)
+        form = score_form(root, separate_distance=apart)
+        _assert_same(root, form, env, scale, origin, tensors)
+        facts = number_facts(form, slots)
+        lifted = score_form(made.roots[0], separate_distance=apart, facts=facts)
+        _assert_same(root, lifted, env, scale, origin, (*tensors, *tables))
+        assert (lifted.plain, lifted.ceiling) == (form.plain, form.ceiling)
+        if form.distance is not None:
+            assert apart
 
 
 def _assert_same(
-    function: Any, env: dict[str, Tensor], scale: float, origin: int, apart: bool
+    root: Node,
+    form: ScoreForm,
+    env: dict[str, Tensor],
+    scale: float,
+    origin: int,
+    tensors: tuple[Tensor, ...],
 ) -> None:
-    traced = trace(function, "score")
-    form, tensors = score_form(traced.root, separate_distance=apart), traced.tensors
-    expected = value(traced.root, {**env, "score": env["score"] * scale}, tensors)
+    expected = value(root, {**env, "score": env["score"] * scale}, tensors)
     parts = {**env, "scale": torch.tensor(scale, dtype=torch.float64)}
     x = value(form.bias, parts, tensors)
     if form.factor is not None:
@@ -78,7 +106,6 @@ def _assert_same(
     if form.slope is not None:
         assert ir.reads(form.slope) <= HEAD
     if form.distance is not None:
-        assert apart
         assert ir.reads(form.distance) <= HEAD
     if form.row is not None:
         assert "score" not in ir.reads(form.row)

@@ -377,11 +377,15 @@ def test_a_kernel_is_made_once() -> None:
 
         return Source(key, "sm_90a", build)
 
+    assert not compiled.is_compiled(source("one", 1.0))
     first = compiled.kernel(source("one", 1.0))
     assert compiled.kernel(source("one", 1.0)) is first
+    assert compiled.is_compiled(source("one", 1.0))
+    assert not compiled.is_compiled(source("two", 2.0))
     assert compiled.kernel(source("two", 2.0)) is not first
     assert builds == ["one", "two"]
     compiled._kernels.clear()
+    assert compiled.is_compiled(source("one", 1.0))  # on disk
     assert compiled.kernel(source("one", 1.0)).stats == first.stats
     assert builds == ["one", "two"]
 

@@ -136,7 +136,8 @@ def case(
     lengths = batch, heads, q_len, key.shape[2]
     shapes = shapes_of(captured.scores), shapes_of(mask_tensors)
     variant = forward_variant(program.score, program.mask, ends, lengths, shapes)
-    slots = tuple(captured_arguments(variant, captured, mask_tensors, query.device))
+    read = Captured(captured.scores, mask_tensors)
+    slots = tuple(captured_arguments(variant, captured, read, query.device))
     tensors = read_captured(slots, captured, query.device)
     work = scheduled(bound.runs, qkv, block, workers, split)
     scale = dims[0] ** -0.5 if scale is None else scale
