@@ -110,13 +110,34 @@ def _load(
     tensor = tensors[int(str(n.attr))]
     if not index:
         return KINDS[n.type](tensor[0])
+    at = _place(n, index, tensor.shape, wrap, clamp)
+    return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+
+
+def _place(
+    n: Node, index: Sequence[Value], shape: Sequence[Value], wrap: bool, clamp: bool
+) -> list[Value]:
     at = []
-    for axis, (node, value) in enumerate(zip(n.args, index, strict=True)):
-        size = tensor.shape[axis]
+    for axis, (node, value) in enumerate(zip(n.args, index, strict=False)):
+        size = shape[axis]
         if wrap and not _nonnegative(node):
             value = select(value < constant(Int32, 0), value + constant(Int32, size), value)
         at.append(clamped(node, value, size) if clamp else value)
-    return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+    return at
+
+
+def load_place(
+    n: Node, values: Sequence[Value], shape: Sequence[Value], indices: LoadIndices
+) -> list[Value]:
+    """Return the place on the first axes of a tensor that a load reads.
+
+    Args:
+        n: the load.
+        values: values of its first indices.
+        shape: shape of the tensor.
+        indices: see `emit`.
+    """
+    return _place(n, values, shape, indices.wraps(n), n in indices.clamp)
 
 
 def clamped(n: Node, value: Value, size: Value) -> Value:

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 from cutlass import Float32
 
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
-from attnkit.codegen.emit_cute import LOAD_INDICES, emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
+from attnkit.codegen.pair_tables import pair_load
 from attnkit.codegen.score_form import ScoreForm
-from attnkit.codegen.staged_emitter import Element, Stages, Values
+from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level
@@ -68,6 +69,7 @@ class GraphForward:
         self._score = Stages(parts, indices)
         self._group_loads = BlockLoads(parts, indices, reads_by_group)
         self._column_group = min((column_group(n) for n in self._group_loads.loads), default=1)
+        self._pair_load = pair_load(parts)
         self._mask_stages = Stages([mask] if mask is not None and ends is None else [], indices)
         self.ignores_score = form.factor is None and (
             form.bias is None or "score" not in ir.reads(form.bias)
@@ -83,6 +85,20 @@ class GraphForward:
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         return site.tensors[: self._scores], site.tensors[self._scores :]
+
+    def pair_table(self, site: Any) -> tuple[int, Any]:
+        """Return the slot of the table of pairs, and the part [rows, columns] that a head reads.
+
+        See `pair_tables`; the score_mod must read such a table.
+        """
+        load = self._pair_load
+        assert load is not None
+        scores, _ = self._tensors(site)
+        slot, outer = int(str(load.attr)), load.args[:-2]
+        values = emit(outer, head_arguments(site, outer), scores, fast=True, indices=self.indices)
+        table = scores[slot]
+        at = load_place(load, values, table.shape, self.indices)
+        return slot, table[(*at, None, None)]
 
     def head(self, site: Any) -> Values:
         """Emit the values that depend on the head alone; called once per tile."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnkit.codegen.pair_tables import pair_load
 from attnkit.codegen.score_form import score_form
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
@@ -162,6 +163,12 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     )
     needed = need_max, kernel_call.need_entropy
     config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
+    parts = (variant.form.factor, variant.form.bias)
+    pairs = pair_load([n for n in parts if n is not None])
+    if pairs is not None:
+        table = scores[variant.slots[0][int(str(pairs.attr))]]
+        if template.pair_table(config, table.shape):
+            config["pair_table"] = True
     check, slot = None, len(arguments) - 1  # of the sink, if there is one
     if kernel_call.check is not None and template.checks_data:
         check = kernel_call.check.forward

@@ -86,6 +86,15 @@ class ForwardHooks(Protocol):
         """Compute the values that depend on row `q` and the head; called once per tile."""
         ...
 
+    def pair_table(self, site: Any) -> tuple[int, Any]:
+        """Return the number of a captured tensor, and its part of which each score reads an entry.
+
+        Called only if the config says that there is such a tensor. The part belongs to the head,
+        and is indexed by a value of the row and a value of the column: [rows, columns]. A kernel
+        may replace the tensor in `Site.tensors` by a copy of the part.
+        """
+        ...
+
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
         """Compute the values that depend only on a column's offset in its block.
 
