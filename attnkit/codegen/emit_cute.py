@@ -110,16 +110,15 @@ def _load(
     tensor = tensors[int(str(n.attr))]
     if not index:
         return KINDS[n.type](tensor[0])
-    at = _place(n, index, tensor.shape, wrap, clamp)
+    at = _place(n.args, index, tensor.shape, wrap, clamp)
     return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
 
 
 def _place(
-    n: Node, index: Sequence[Value], shape: Sequence[Value], wrap: bool, clamp: bool
+    nodes: Sequence[Node], index: Sequence[Value], shape: Sequence[Value], wrap: bool, clamp: bool
 ) -> list[Value]:
     at = []
-    for axis, (node, value) in enumerate(zip(n.args, index, strict=False)):
-        size = shape[axis]
+    for node, value, size in zip(nodes, index, shape, strict=True):
         if wrap and not _nonnegative(node):
             value = select(value < constant(Int32, 0), value + constant(Int32, size), value)
         at.append(clamped(node, value, size) if clamp else value)
@@ -127,17 +126,18 @@ def _place(
 
 
 def load_place(
-    n: Node, values: Sequence[Value], shape: Sequence[Value], indices: LoadIndices
+    n: Node, env: Mapping[str, Value], tensors: Sequence[Value], indices: LoadIndices, axes: slice
 ) -> list[Value]:
-    """Return the place on the first axes of a tensor that a load reads.
+    """Emit the place at which a load reads its tensor, on some of the tensor's axes.
 
     Args:
         n: the load.
-        values: values of its first indices.
-        shape: shape of the tensor.
-        indices: see `emit`.
+        env, tensors, indices: see `emit`.
+        axes: the axes.
     """
-    return _place(n, values, shape, indices.wraps(n), n in indices.clamp)
+    values = emit(n.args[axes], env, tensors, fast=True, indices=indices)
+    shape = tensors[int(str(n.attr))].shape[axes]
+    return _place(n.args[axes], values, shape, indices.wraps(n), n in indices.clamp)
 
 
 def clamped(n: Node, value: Value, size: Value) -> Value:

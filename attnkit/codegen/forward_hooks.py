@@ -94,11 +94,9 @@ class GraphForward:
         load = self._pair_load
         assert load is not None
         scores, _ = self._tensors(site)
-        slot, outer = int(str(load.attr)), load.args[:-2]
-        values = emit(outer, head_arguments(site, outer), scores, fast=True, indices=self.indices)
-        table = scores[slot]
-        at = load_place(load, values, table.shape, self.indices)
-        return slot, table[(*at, None, None)]
+        slot, env = int(str(load.attr)), head_arguments(site, load.args[:-2])
+        at = load_place(load, env, scores, self.indices, slice(0, -2))
+        return slot, scores[slot][(*at, None, None)]
 
     def head(self, site: Any) -> Values:
         """Emit the values that depend on the head alone; called once per tile."""

@@ -170,6 +170,7 @@ def main_source(
             large=large,
             indices=indices,
             softmax=program.has_softmax,
+            one_hot=settings.one_hot,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(

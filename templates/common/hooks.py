@@ -292,6 +292,25 @@ class BackwardHooks(ForwardHooks, Protocol):
         """
         ...
 
+    def column_class(self, site: Any, kv: Value) -> Value:
+        """Return the class of column `kv`: its index in a learned table that `one_hot` is for.
+
+        Called, as the next two methods, only if the config says `one_hot`.
+        """
+        ...
+
+    def class_gradient(self, totals: Sequence[Any]) -> tuple[Any, int]:
+        """Return the gradient of that table, and its axis of classes.
+
+        Args:
+            totals: gradients of the captured tensors that need one.
+        """
+        ...
+
+    def class_place(self, site: Any, q: Value) -> tuple[Value, ...]:
+        """Return the index of the entry of class 0 to which row `q` adds."""
+        ...
+
     def gradient_index(
         self,
         i: int,
