@@ -14,6 +14,7 @@ from attnkit import flex_attention, masks
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
+from attnkit.splice import backward_call
 from attnkit.splice.class_sums import mean_run
 from attnkit.tracing.guards import trace_cached
 from tests.sampling import sampled
@@ -73,6 +74,26 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Mod], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_other_tables_are_summed_by_threads(name: str) -> None:
     assert not in_mma(*OTHERS[name], 64)
+
+
+def test_odd_rows() -> None:
+    """Entries of neighbouring rows are in different banks."""
+    for columns in (5, 64):
+        table = torch.randn(2, 3, columns, requires_grad=True)
+        copy = backward_call.odd_rows(table)
+        assert torch.equal(copy, table)
+        assert copy.stride(-2) % 2 == 1
+        assert not copy.requires_grad
+
+
+def test_another_learned_tensor_shifts_the_rows() -> None:
+    shift = torch.randn(LENGTH, requires_grad=True)
+
+    def mod(w: Tensor) -> Mod:
+        return lambda s, b, h, q, kv: s + shift[q] + w[h, TYPES[q], TYPES[kv]]
+
+    assert in_mma(mod, MODS["types"][1], 64)
+    check(draw(LENGTH), mod, CAUSAL, [torch.randn(MODS["types"][1])], "eager")
 
 
 def test_mean_run() -> None:
