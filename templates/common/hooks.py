@@ -95,6 +95,19 @@ class ForwardHooks(Protocol):
         """
         ...
 
+    def pair_classes(self, columns: Sequence[tuple[Value, Value, Values]]) -> list[Value] | None:
+        """Return the index of each column in the part of `pair_table`; None if each has its own."""
+        ...
+
+    def pair_values(
+        self,
+        site: Any,
+        rows: Sequence[tuple[Value, Values]],
+        columns: Sequence[tuple[Value, Value, Values]],
+    ) -> Any:
+        """Return `pairs` of the method `score`, if all columns have one index in `pair_table`."""
+        ...
+
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
         """Compute the values that depend only on a column's offset in its block.
 
@@ -139,6 +152,7 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value]],
         relatives: Any,
+        pairs: Any = None,
     ) -> list[Value]:
         """Compute x from raw scores, such that p = 2**(x * factor + block - maximum).
 
@@ -147,6 +161,7 @@ class ForwardHooks(Protocol):
             columns: (kv, value of `fixed_columns`, values of `columns`) of this thread's columns.
             places: (index into rows, index into columns, raw score q . k) of each score.
             relatives: what the `relatives` hook returned.
+            pairs: what the `pair_values` hook returned, if all columns have one index.
         """
         ...
 

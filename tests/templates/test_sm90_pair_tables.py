@@ -38,6 +38,7 @@ MODS: Kinds = {  # the mod of a table, and the table's shape
     "half precision": (lambda w: _of_sorted(w.half()), (3, 3)),
     "two tables": (lambda w: _times_more(w), (5, 5)),
     "strided": (lambda w: lambda s, b, h, q, kv: s + w.mT[FEW[q], TYPES[kv]], (64, 64)),
+    "no score": (lambda w: lambda s, b, h, q, kv: w[h, FEW[q], SORTED[kv]], (2, 5, 3)),
     "b and h": (lambda w: lambda s, b, h, q, kv: s + w[b, h, FEW[q], FEW[kv]], (2, 2, 5, 5)),
 }
 
@@ -61,6 +62,15 @@ def test_table(name: str) -> None:
     mod = modded(MODS, name)
     assert in_shared_memory(mod, 64)
     check(draw(LENGTH, heads=(2, 2), batch=(2, 2)), mod, CAUSAL)
+
+
+def test_each_column_has_its_own_entry() -> None:
+    table = torch.randn(5, 60)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + table[FEW[q], kv]
+
+    check(draw(LENGTH, 60), mod)
 
 
 def test_head_dim_128() -> None:
