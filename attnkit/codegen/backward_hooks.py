@@ -17,14 +17,13 @@ from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
 from attnkit.codegen.learned_indices import LearnedIndices, slots
 from attnkit.codegen.load_indices import LoadIndices
-from attnkit.codegen.pair_tables import column_axis
 from attnkit.codegen.score_form import score_form, split_row, unscaled, weight_form
 from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
 from attnkit.graph.learned_loads import learned_loads, unit_gradient
-from attnkit.graph.staging import Level, index_level, index_repeats, level_of
+from attnkit.graph.staging import Level, column_axis, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
 

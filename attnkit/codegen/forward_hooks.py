@@ -15,12 +15,11 @@ from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
-from attnkit.codegen.pair_tables import column_axis, pair_load
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
-from attnkit.graph.staging import Level
+from attnkit.graph.staging import Level, column_axis, pair_load
 
 Ends: TypeAlias = tuple[tuple[Node, Node], ...]
 Rows: TypeAlias = Sequence[tuple[Any, Values]]
@@ -90,7 +89,9 @@ class GraphForward:
     def pair_table(self, site: Any) -> tuple[int, Any]:
         """Return the slot of the table of pairs, and the part [rows, columns] that a head reads.
 
-        See `pair_tables`; the score_mod must read such a table.
+        The score_mod must read such a table, see `graph.staging.pair_load`. The entries of a warp's
+        scores lie in several rows of it, which may be in the same banks of the first-level cache. A
+        kernel reads a copy with rows of odd length faster.
         """
         load = self._pair_load
         assert load is not None

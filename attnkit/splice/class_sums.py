@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnkit.codegen.pair_tables import column_axis, reads_pair
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import Node
 from attnkit.graph.learned_loads import Loads
+from attnkit.graph.staging import column_axis, reads_pair
 from attnkit.splice.graph_capture import is_capturing
 
 # Columns in a row with the same class, on average, from which on threads sum. An estimate: types at

@@ -37,7 +37,7 @@ class ForwardTemplate(NamedTuple):
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
             -> the kernel and fake arguments to compile it with.
         layout: config -> warp roles and memory layout of the kernel.
-        pair_table: (config, shape of a table of pairs, see `codegen.pair_tables`) -> whether the
+        pair_table: (config, shape of a table of pairs, see `pair_load`) -> whether the
             kernel has room for a copy of it in shared memory.
         checks_data: whether the kernel can compare captured data with its fingerprints.
     """
