@@ -164,24 +164,6 @@ def bits(x: Any) -> Any:
     )
 
 
-def with_flipped_bits(x: Any, other: Any) -> Any:
-    """Return the Float32 `x` with those bits flipped that are set in `other`."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; xor.b32 a, a, b; mov.b32 {$w0}, a; }",
-        write_only_types=[Float32],
-        read_only_args=[x, other],
-    )
-
-
-def with_bits(x: Any, other: Any) -> Any:
-    """Return the Float32 whose bits are set in `x` or in `other`."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; or.b32 a, a, b; mov.b32 {$w0}, a; }",
-        write_only_types=[Float32],
-        read_only_args=[x, other],
-    )
-
-
 def finite_or_zero(x: Any) -> Any:
     """Return `x`, or 0 where `x` is -inf (row maximum of a row fully masked so far)."""
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)

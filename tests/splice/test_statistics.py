@@ -146,6 +146,18 @@ def test_head_dims(width: int, dtype: torch.dtype) -> None:
     check(ours.entropy, exact.entropy, dense.entropy)
 
 
+def test_scores_of_minus_infinity_without_a_mask() -> None:
+    """The sum of P log2(P) is NaN at first, and is computed again."""
+    tensors = draw(8)
+    ours, exact, dense = (
+        attend(t, MODS["holes"], None, backend=backend, return_aux=AuxRequest(entropy=True))[1]
+        for backend, t in (
+            ("emulate", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
+        )
+    )  # fmt: skip
+    check(ours.entropy, exact.entropy, dense.entropy)
+
+
 def test_calls_with_entropies_are_not_split_along_kv() -> None:
     tensors = draw(0, 16, 1100)
     with emulation.session() as session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,29 @@ def test_hopper(mask: Any, name: str) -> None:
     if mask is late:
         assert not out[:, :, :210].any()
         assert not dq[:, :, :210].any()
+
+
+WEIGHTS = {  # in units of 2**-x, beside those in which products of two overflow
+    "weights of 2**-100": lambda s, b, h, q, kv: s - 70,
+    "weights from 0 to 1": lambda s, b, h, q, kv: 40 * s - torch.where(kv % 3 == 0, math.inf, 0.0),
+    "a NaN": lambda s, b, h, q, kv: torch.where((q == 3) & (kv == 250), math.nan, s),
+}
+
+
+@pytest.mark.parametrize("kind", sampled([(k,) for k in WEIGHTS], 3))
+def test_small_sigmoids_have_their_relative_error(kind: str) -> None:
+    """Two weights share a reciprocal unless the product of their denominators is too large."""
+    tensors, mod = draw(6, 140, 300), WEIGHTS[kind]
+    run = lambda backend, dtype: flex_attention(
+        *(t.to(dtype) for t in tensors), mod, enable_gqa=True, backend=backend,
+        normalization="sigmoid",
+    )  # fmt: skip
+    dtype = tensors[0].dtype
+    results = [run("emulate", dtype), run("eager", torch.float64), run("eager", dtype)]
+    lost = results[1].isnan()
+    assert torch.equal(results[0].isnan(), lost)
+    assert lost[:, :, 3].all() == (kind == "a NaN")
+    check_close(*([t.masked_fill(lost, 0.0)] for t in results))
 
 
 @pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))

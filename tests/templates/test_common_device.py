@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
 from attnkit.templates.common import device  # noqa: E402
-from attnkit.templates.common.sigmoid import MINUS, sigmoid, sigmoid_on_mufu  # noqa: E402
+from attnkit.templates.common.sigmoid import sigmoid  # noqa: E402
 
 THREADS = 128
 
@@ -80,35 +79,22 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
     assert bool(found.isnan().all())
 
 
-def on_mufu(x: Any) -> Any:
-    return sigmoid_on_mufu(x, Int32(MINUS))
-
-
 @pytest.mark.parametrize(("name", "error"), [("bfloat16", 3.6e-4), ("float16", 6.1e-5)])
 def test_sigmoid_keeps_its_relative_error(name: str, error: float) -> None:
-    """Small weights are as exact as large ones, in both forms."""
+    """Small weights are as exact as large ones."""
     x = torch.cat([torch.linspace(-125.9, 40, 4001), torch.linspace(-2, 2, 1999)])
     exact = 1 / (1 + torch.exp2(-x.double()))
-    for form in (lambda v: sigmoid(v, name), on_mufu):
-        found = run(form, x, torch.float32).double()
-        assert float(((found - exact) / exact).abs().max()) < error
+    found = run(lambda v: sigmoid(v, name), x, torch.float32).double()
+    assert float(((found - exact) / exact).abs().max()) < error
     assert error < torch.finfo(getattr(torch, name)).eps / 8
 
 
-@pytest.mark.parametrize("form", [lambda v: sigmoid(v, "bfloat16"), on_mufu])
-def test_sigmoid_of_infinities_and_nan(form: Callable[[Any], Any]) -> None:
+def test_sigmoid_of_infinities_and_nan() -> None:
     x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan, -0.0, 0.0])
-    found = run(form, x, torch.float32)
+    found = run(lambda v: sigmoid(v, "bfloat16"), x, torch.float32)
     assert found[:4].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert bool(found[4].isnan())
     assert found[5] == found[6]
-
-
-def test_sigmoid_after_another_value() -> None:
-    x = torch.linspace(-9, 9, 257)
-    plain = run(lambda v: sigmoid(v, "float16"), x, torch.float32)
-    ordered = lambda v: sigmoid(v, "float16", device.after([Int32(MINUS)], [v])[0])
-    assert torch.equal(run(ordered, x, torch.float32), plain)
 
 
 def test_bits_of_the_columns_below() -> None:
