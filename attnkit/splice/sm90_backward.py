@@ -28,10 +28,12 @@ OPTIONS = ""
 SEMAPHORES = 2, 8
 
 # Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
-# of 64 x 64 at 256, and of 64 x 128 at (192, 128). `partial` and `merge` are estimates.
+# of 64 x 64 at 256 (without and with roles), and of 64 x 128 at (192, 128). `partial` and `merge`
+# are estimates.
 _PLAIN = Cost(full=3030, partial=3180, tile=9500, merge=6500)
 _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
 _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
+_ROLES = Cost(full=4100, partial=4250, tile=15000, merge=6000)
 _HD192 = Cost(full=5700, partial=5850, tile=12000, merge=6000)
 
 
@@ -63,8 +65,9 @@ def row_sums(widths: tuple[int, int]) -> bool:
 def switches(case: BackwardCase) -> dict[str, Any]:
     """Return the arguments of the config that depend on the variant.
 
-    They are `less_lse`, whether the MMA subtracts the LSE, for head dims up to 128; and `block_kv`
-    for (192, 128), if the kernel with blocks of 128 columns can run the variant.
+    They are `less_lse`, whether the MMA subtracts the LSE, for head dims up to 128; `block_kv` for
+    (192, 128), if the kernel with blocks of 128 columns can run the variant; and `roles` for (256,
+    256), if the kernel whose consumers have roles can run it.
     """
     light = case.additive and not case.learned
     if max(case.widths) <= 128:
@@ -72,6 +75,8 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
     if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
         return {"block_kv": 128}
+    if case.widths == (256, 256) and light and not (case.deterministic or case.dropout):
+        return {"roles": True}
     return {}
 
 
@@ -90,6 +95,8 @@ def cost(settings: BackwardSettings) -> Cost:
     """Return the cost of blocks and tiles in cycles, for the scheduler."""
     if _is_hd192(settings):
         return _HD192
+    if _has_roles(settings):
+        return _ROLES
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
@@ -106,6 +113,10 @@ def config(settings: BackwardSettings) -> Any:
         from attnkit.templates.sm90.backward_hd192_config import Hd192Config
 
         return Hd192Config(**settings.values)
+    if _has_roles(settings):
+        from attnkit.templates.sm90.backward_hd256_roles_config import Hd256RolesConfig
+
+        return Hd256RolesConfig(**settings.values)
     if _wide(settings):
         from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -121,6 +132,10 @@ def _wide(settings: BackwardSettings) -> bool:
 
 def _is_hd192(settings: BackwardSettings) -> bool:
     return "block_kv" in settings.values
+
+
+def _has_roles(settings: BackwardSettings) -> bool:
+    return "roles" in settings.values
 
 
 def row_words(settings: BackwardSettings) -> tuple[int, int]:
@@ -155,6 +170,10 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
         from attnkit.templates.sm90.backward_hd192 import BackwardHd192
 
         return BackwardHd192(config(settings), hooks)
+    if _has_roles(settings):
+        from attnkit.templates.sm90.backward_hd256_roles import BackwardHd256Roles
+
+        return BackwardHd256Roles(config(settings), hooks)
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 

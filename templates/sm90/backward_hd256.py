@@ -17,7 +17,8 @@ of the shared memory bandwidth, which limits these MMAs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import IntEnum
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.memory
@@ -107,6 +108,19 @@ class Hd256Consumer:
     words: cute.Tensor | None
 
 
+class ColumnsOwner(Protocol):
+    """Describes what the epilogue reads of a consumer that has half of the columns of dK and dV."""
+
+    @property
+    def smem(self) -> LoadTargets: ...
+    @property
+    def sums(self) -> cute.Tensor: ...
+    @property
+    def wg(self) -> Int32 | int: ...
+    @property
+    def thread(self) -> Int32: ...
+
+
 class BackwardHd256:
     """Builds the Hopper backward kernel of one configuration and one variant, head dims above 128.
 
@@ -119,6 +133,7 @@ class BackwardHd256:
     """
 
     storage: Any  # struct of a CTA's shared memory, created by `__call__`
+    consumer_barrier: IntEnum = Hd256Barrier.CONSUMER  # add the index of the consumer warpgroup
 
     def __init__(self, config: Hd256Config, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -615,7 +630,7 @@ class BackwardHd256:
             self.deterministic.has_added(w.turns)
 
     def add_shared(
-        self, w: Hd256Consumer, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
+        self, w: ColumnsOwner, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
         kv_tiles: Int32,
         order: Any,
     ) -> None:  # fmt: skip
@@ -644,7 +659,7 @@ class BackwardHd256:
             first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
 
     def store(
-        self, w: Hd256Consumer, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
+        self, w: ColumnsOwner, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,
         which: int, place: tuple,
         factor: Any,
     ) -> None:  # fmt: skip
@@ -671,7 +686,7 @@ class BackwardHd256:
         cute.copy(copy, thr.retile(rounded), thr.partition_D(smem)[None, None, None, w.wg])
         # TMA reads shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=Hd256Barrier.CONSUMER + w.wg, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=self.consumer_barrier + w.wg, number_of_threads=WARPGROUP)
         atoms, tiles = tma
         shape = (ROWS, (self.config.head_dim_v if which else self.config.head_dim) // 2)
         source, to = partition(atoms[which], smem, tiles[which], shape, (None,) * 4)

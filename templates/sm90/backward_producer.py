@@ -28,6 +28,8 @@ from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     FIRST_WRITER_BLOCK,
     LoadBarriers,
+    do_phase,
+    do_stage,
     k_phase,
     q_phase,
     q_stage,
@@ -158,7 +160,7 @@ class Producer:
                 if const_expr(c.first_writer):
                     first_writer = Int32(4 * FIRST_WRITER_BLOCK)
                     q_word += cutlass.select_(block < store_end, first_writer, Int32(0))
-                r, s = q_stage(c, q_count), q_count & 1
+                r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.q_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
                     info[r] = q_word
@@ -172,7 +174,7 @@ class Producer:
                 cute.copy(
                     tma_q, q_from[None, block, h, b], q_to[None, r], tma_bar_ptr=bars.q_full + r
                 )
-                cute.arch.mbarrier_wait(bars.do_empty + s, ((q_count >> 1) & 1) ^ 1)
+                cute.arch.mbarrier_wait(bars.do_empty + s, do_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         bars.do_full + s, bm * (2 * head_dim_v + 4)

@@ -17,6 +17,7 @@ from attnkit.templates.common.work_tile import RECORD
 if TYPE_CHECKING:
     from attnkit.templates.sm90.backward_config import BackwardConfig
     from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+    from attnkit.templates.sm90.backward_hd256_roles_config import Hd256RolesConfig
 
 # Roles of the 12 warps: warpgroup 0 loads, adds dQ and clears; warpgroups 1 and 2 are consumers.
 WARP, WARPGROUP = 32, 128  # threads
@@ -39,6 +40,7 @@ class NamedBarrier(IntEnum):
     DQ_FULL = 1  # a chunk is in shared memory; threads: `DQ_THREADS`
     DQ_EMPTY = 3  # the previous chunk has been read; threads: `DQ_THREADS`
     EPILOGUE = 5  # threads: `WARPGROUP`
+    BOTH_CONSUMERS = 7  # of `backward_hd256_roles` alone; the same ID in both consumers
 
 
 DQ_THREADS = WARPGROUP + WARP  # a consumer and the warp that adds its dQ
@@ -202,9 +204,18 @@ def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
 
 def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     """Initialise the mbarriers with their arrival counts; called by one thread."""
+    mbarrier_init, turns = cute.arch.mbarrier_init, bars.turns
+    init_hd256_load_barriers(c, bars.load)
+    if c.sum_order:
+        mbarrier_init(turns.announced, ONE_ARRIVAL)
+        mbarrier_init(turns.may_add, TURN_WARPS)  # the warp that waits and the one that passes
+        mbarrier_init(turns.added, CONSUMER_WARPS)
+
+
+def init_hd256_load_barriers(c: Hd256Config, load: LoadBarriers) -> None:
+    """Initialise the mbarriers between producer and consumers; called by one thread."""
     # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
     mbarrier_init = cute.arch.mbarrier_init
-    load, turns = bars.load, bars.turns
     mbarrier_init(load.k_full, ONE_ARRIVAL)  # by the producer, with expect_tx
     mbarrier_init(load.v_full, ONE_ARRIVAL)
     mbarrier_init(load.k_empty, CONSUMER_THREADS)  # every lane reads the record; also for V
@@ -214,10 +225,38 @@ def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     for s in range(c.stages):
         mbarrier_init(load.do_full + s, ONE_ARRIVAL)
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
-    if c.sum_order:
-        mbarrier_init(turns.announced, ONE_ARRIVAL)
-        mbarrier_init(turns.may_add, TURN_WARPS)  # the warp that waits and the one that passes
-        mbarrier_init(turns.added, CONSUMER_WARPS)
+
+
+@dataclass(frozen=True)
+class RolesBarriers:
+    """Holds all mbarriers of `backward_hd256_roles`."""
+
+    load: LoadBarriers
+    p_full: cute.Pointer  # consumer 0 has written P for consumer 1
+    p_empty: cute.Pointer  # consumer 1 has read it
+    ds_full: cute.Pointer  # consumer 1 has written dS
+    ds_empty: cute.Pointer  # both consumers have read it
+
+
+def roles_barrier_count(c: Hd256RolesConfig) -> int:
+    """Return the number of mbarriers of `place_roles_barriers`."""
+    return hd256_barrier_count(c) + len(fields(RolesBarriers)) - 1
+
+
+def place_roles_barriers(c: Hd256RolesConfig, base: cute.Pointer) -> RolesBarriers:
+    """Return the mbarriers, laid out in shared memory from address `base`."""
+    further = range(hd256_barrier_count(c), roles_barrier_count(c))
+    return RolesBarriers(place_hd256_barriers(c, base).load, *(base + i for i in further))
+
+
+def init_roles_barriers(c: Hd256RolesConfig, bars: RolesBarriers) -> None:
+    """Initialise the mbarriers with their arrival counts; called by one thread."""
+    mbarrier_init = cute.arch.mbarrier_init
+    init_hd256_load_barriers(c, bars.load)
+    mbarrier_init(bars.p_full, WARPS)
+    mbarrier_init(bars.p_empty, WARPS)
+    mbarrier_init(bars.ds_full, WARPS)
+    mbarrier_init(bars.ds_empty, CONSUMER_WARPS)
 
 
 def record_of(c: BackwardConfig, stage: Int32) -> Int32:
@@ -233,6 +272,16 @@ def q_stage(c: BackwardConfig, count: Int32) -> Int32:
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:
     """Return the parity to wait for on the full barrier of the `count`-th q block."""
     return (count >> (c.q_stages.bit_length() - 1)) & 1
+
+
+def do_stage(c: BackwardConfig, count: Int32) -> Int32:
+    """Return the stage of the `count`-th q block in the dO ring."""
+    return count & (c.stages - 1)
+
+
+def do_phase(c: BackwardConfig, count: Int32) -> Int32:
+    """Return the parity to wait for on the dO full barrier of the `count`-th q block."""
+    return (count >> (c.stages.bit_length() - 1)) & 1
 
 
 def k_phase(c: BackwardConfig, count: Int32) -> Int32:

@@ -37,6 +37,10 @@ NEAREST = {
     "templates/sm90/backward_first_writer": ("test_sm90_backward_first_writer.py",),
     "templates/sm90/backward_hd192": ("test_sm90_backward_hd192.py",),
     "templates/sm90/backward_hd256": ("test_sm90_backward_hd256.py",),
+    "templates/sm90/backward_hd256_roles": (
+        "test_sm90_backward_hd256_roles.py",
+        "test_sm90_backward_hd256.py",
+    ),
     "templates/sm90/backward_producer.py": (
         "test_sm90_backward.py",
         "test_sm90_backward_hd256.py",
