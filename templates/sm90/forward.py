@@ -372,7 +372,7 @@ class Forward:
             if num_masked != 0:
                 self.softmax.apply_mask(self.softmax.mask_bits(tile, kv_block, True), mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
-            drop_forward(self.softmax.dropout_words(tile, kv_block), mma.p_now)
+            drop_forward(self.softmax.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -491,8 +491,10 @@ class Forward:
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
             block = softmax.block_values(tile, kv_block, masked, count)
-        # P V waits for Q K, so that random bits are drawn in the meantime
-        words = softmax.dropout_words(tile, kv_block)
+        # P V waits for Q K, so that random bits are drawn in the meantime if registers allow it
+        words = None
+        if self.config.chained:
+            words = softmax.dropout_words(tile, softmax.first_column(tile, kv_block))
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
@@ -503,6 +505,8 @@ class Forward:
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
+        if self.config.double_buffer_p and not self.config.chained:  # before the wait
+            words = softmax.dropout_words(tile, block.start)
         if self.config.exp_before_wait:
             keep_exponentials_here(state)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
@@ -511,6 +515,8 @@ class Forward:
             mma.advance_p()
         else:
             self.epilogue.pack(mma.acc_s, mma.p_now)
+            if not self.config.chained:
+                words = softmax.dropout_words(tile, block.start)
         drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
 

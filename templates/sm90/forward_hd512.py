@@ -313,7 +313,7 @@ class ForwardHd512:
             if num_masked != 0:
                 self.softmax.apply_mask(self.softmax.mask_bits(tile, kv_block, True), mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
-            drop_forward(self.softmax.dropout_words(tile, kv_block), mma.p_now)
+            drop_forward(self.softmax.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -373,8 +373,6 @@ class ForwardHd512:
         self.issue_qk(kv_pos, consumer)
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
             block = softmax.block_values(tile, kv_block, masked, count)
-        # P V waits for Q K, so that random bits are drawn in the meantime
-        words = softmax.dropout_words(tile, kv_block)
         self.issue_pv(kv_pos - 1, 0, consumer)
         warpgroup.wait_group(1)  # S is complete
         self.release_k(kv_pos, c.k_chunks - 1, consumer)
@@ -385,6 +383,9 @@ class ForwardHd512:
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if c.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
+        words = None
+        if c.double_buffer_p:  # before the wait; without registers for that, after it
+            words = softmax.dropout_words(tile, block.start)
         if c.exp_before_wait:
             keep_exponentials_here(state)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
@@ -393,6 +394,7 @@ class ForwardHd512:
             mma.advance_p()
         else:
             self.epilogue.pack(mma.acc_s, mma.p_now)
+            words = softmax.dropout_words(tile, block.start)
         drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
 

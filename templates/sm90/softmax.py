@@ -227,11 +227,13 @@ class Softmax:
         """Return the sink that the epilogue of this work tile adds to its rows; None for none."""
         return own_sink(self.hooks.sink(site.tensors, site.h), split_slot)
 
-    def dropout_words(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any] | None:
-        """Draw the random bits of a kv block, see `forward_words`; None without dropout."""
+    def dropout_words(self, tile: TileValues, start: Int32) -> tuple[Any, Any] | None:
+        """Draw the random bits of a kv block, see `forward_words`; None without dropout.
+
+        `start` is the first column of the block.
+        """
         if tile.dropout is None:
             return None
-        start, _, _ = self._positions(tile, kv_block)
         row, column = tile.first_row, start + tile.first_column
         return forward_words(tile.dropout, row, column, self.config.block_kv // 16)
 
@@ -272,6 +274,11 @@ class Softmax:
             for other in classes[1:]:
                 one_class = one_class & (other == classes[0])
         return BlockValues(start, columns, places, relatives, one_class)
+
+    def first_column(self, tile: TileValues, kv_block: Int32) -> Int32:
+        """Return the first column of a kv block from its number in shared memory."""
+        start: Int32 = self._positions(tile, kv_block)[0]
+        return start
 
     def _positions(self, tile: TileValues, kv_block: Int32) -> tuple[Any, Any, list[Any]]:
         """Return a block's first column, whether it is FULL, and the thread's column positions.
