@@ -38,7 +38,7 @@ class Target:
         backend: the backend under test.
         limits: limits of the sizes to draw.
         calls: hypothesis strategy that draws the calls.
-        examples: number of calls to draw in a round.
+        examples: number of calls to draw in a round; hypothesis takes the smallest call first.
         shrink_seconds: time to search for a smaller call after a failure.
     """
 
@@ -51,25 +51,34 @@ class Target:
 
 def _cpu() -> Target:
     limits = Limits()
-    return Target("cpu", limits, cases(limits), 20, 30.0)
+    return Target("cpu", limits, cases(limits, normalization=None), 20, 30.0)
 
 
 def _emulated(architecture: str) -> Target:
     """Return a target for the emulated GPU kernels: small 16-bit calls, aligned head dims."""
     limits = Limits(q_len=(1, 80), kv_len=(1, 80), batch=(1, 1), heads=(1, 2))
     dim = st.sampled_from([16, 64])
-    calls = st.builds(
-        Case,
-        q_len=st.integers(*limits.q_len),
-        kv_len=st.integers(*limits.kv_len),
-        heads=st.integers(*limits.heads),
-        head_dim=st.shared(dim, key="dim"),
-        value_dim=st.shared(dim, key="dim"),
-        dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-        spread=st.sampled_from([1.0, 0.1, 3.0]),
-        seed=st.integers(0, 999),
-    )
-    return Target(f"emulate:{architecture}", limits, calls, 1, 300.0)
+
+    def calls(weights: str) -> st.SearchStrategy[Case]:
+        softmax = weights not in ("sigmoid", "none")  # no kernel drops other weights
+        return st.builds(
+            Case,
+            q_len=st.integers(*limits.q_len),
+            kv_len=st.integers(*limits.kv_len),
+            heads=st.integers(*limits.heads),
+            head_dim=st.shared(dim, key="dim"),
+            value_dim=st.shared(dim, key="dim"),
+            dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+            spread=st.sampled_from([1.0, 0.1, 3.0]),
+            seed=st.integers(0, 999),
+            sink=st.just(weights == "sink"),
+            normalization=st.just("softmax" if weights == "sink" else weights),
+            dropout_p=st.sampled_from([0.0, 0.0, 0.3]) if softmax else st.just(0.0),
+            statistics=st.sampled_from([False, False, True]),
+        )
+
+    weights = st.sampled_from(["softmax"] * 3 + ["sink", "softmax1", "sigmoid", "none"])
+    return Target(f"emulate:{architecture}", limits, weights.flatmap(calls), 4, 300.0)
 
 
 TARGETS = {"cpu": _cpu(), "sm_90a": _emulated("sm_90a"), "sm_100a": _emulated("sm_100a")}
@@ -119,7 +128,7 @@ def run_round(target: Target, seed: int) -> Round:
             report = check_case(variant, case, backends=[target.backend])
         except (BoundsError, DTypeError):
             # refused before it runs: an index, or a float64 tensor that a function compares and
-            # float32 would round (`torch.hypot` compares what it scales)
+            # float32 would round
             hypothesis.reject()
         except CheckError as error:
             # after a failure hypothesis tries smaller calls, so the last one is the smallest

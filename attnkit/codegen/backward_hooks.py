@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cutlass import Int32
+
 from attnkit.codegen.block_loads import BlockLoads, reads_by_row_and_column
-from attnkit.codegen.emit_cute import LOAD_INDICES, emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.forward_hooks import Columns, Ends, GraphForward, Rows
 from attnkit.codegen.learned_indices import LearnedIndices, slots
 from attnkit.codegen.load_indices import LoadIndices
@@ -27,7 +29,7 @@ from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node, arg, const
 from attnkit.graph.learned_loads import learned_loads, unit_gradient
-from attnkit.graph.staging import Level, index_level, index_repeats, level_of
+from attnkit.graph.staging import Level, column_axis, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
 
@@ -52,6 +54,9 @@ class GraphBackward(GraphForward, LearnedIndices):
         indices: which loads wrap negative indices, and which are clamped.
         softmax: whether a softmax makes the weights; otherwise the modified scores are the weights.
         facts: what is known of numbers that the score_mod reads from tables; None without tables.
+        one_hot: whether the kernel sums the gradient of the only learned load in an MMA with a
+            one-hot matrix, so that it is not among the loads of the attributes. The load has
+            `reads_pair`, and its gradient is that of the score.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
@@ -86,13 +91,19 @@ class GraphBackward(GraphForward, LearnedIndices):
         indices: LoadIndices = LOAD_INDICES,
         softmax: bool = True,
         facts: NumberFacts | None = None,
+        one_hot: bool = False,
     ) -> None:
         tables = frozenset[int]() if facts is None else facts.tables
         dscore = arg("grad") if root is None else adjoint(root).dscore
         learned = learned_loads(root, needs_grad, row_sums, softmax)
-        self._loads = tuple(load for load, _ in learned.scores)
+        by_score = learned.scores
+        if one_hot:
+            ((self._one_hot, _),) = by_score
+            (self._one_hot_slot,) = slots((self._one_hot,), needs_grad)
+            by_score = ()
+        self._loads = tuple(load for load, _ in by_score)
         self.gradient_slots = slots(self._loads, needs_grad)
-        self._cotangents = tuple(unscaled(c, tables) for _, c in learned.scores)
+        self._cotangents = tuple(unscaled(c, tables) for _, c in by_score)
         self.row_factors = bool(learned.factors)
         self._dscore = unscaled(dscore, tables)
         self._slope = unscaled(unit_gradient(dscore), tables)
@@ -257,6 +268,27 @@ class GraphBackward(GraphForward, LearnedIndices):
             indices.append([tuple(v[at : at + count]) for v in values] if count else [])
             at += count
         return [v[0] for v in values], grads, indices
+
+    def column_class(self, site: Any, kv: Any) -> Any:
+        """Emit the index that column `kv` has in the table of `one_hot`."""
+        axis = column_axis(self._one_hot)
+        return self._one_hot_place(site, slice(axis, axis + 1), kv=kv)[0]
+
+    def class_gradient(self, totals: Sequence[Any]) -> tuple[Any, int]:
+        """Return the gradient of the table of `one_hot`, and its axis of classes."""
+        return totals[self._one_hot_slot], column_axis(self._one_hot)
+
+    def class_place(self, site: Any, q: Any) -> tuple[Any, ...]:
+        """Emit the index of the first entry of the table of `one_hot` to which row `q` adds."""
+        axis, count = column_axis(self._one_hot), len(self._one_hot.args)
+        before = self._one_hot_place(site, slice(0, axis), q=q)
+        after = self._one_hot_place(site, slice(axis + 1, count), q=q)
+        return (*before, Int32(0), *after)
+
+    def _one_hot_place(self, site: Any, axes: slice, **positions: Any) -> list[Any]:
+        scores, _ = self._tensors(site)
+        env = head_arguments(site, self._one_hot.args[axes]) | positions
+        return load_place(self._one_hot, env, scores, self.indices, axes)
 
     def row_slope(self, site: Any, head: Values, row: Values) -> Any:
         """Emit the derivative of the score_mod in a row, if it depends on the row alone.

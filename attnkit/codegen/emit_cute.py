@@ -112,13 +112,34 @@ def _load(
     tensor = tensors[int(str(n.attr))]
     if not index:
         return KINDS[n.type](tensor[0])
+    at = _place(n.args, index, tensor.shape, wrap, clamp)
+    return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+
+
+def _place(
+    nodes: Sequence[Node], index: Sequence[Value], shape: Sequence[Value], wrap: bool, clamp: bool
+) -> list[Value]:
     at = []
-    for axis, (node, value) in enumerate(zip(n.args, index, strict=True)):
-        size = tensor.shape[axis]
+    for node, value, size in zip(nodes, index, shape, strict=True):
         if wrap and not _nonnegative(node):
             value = select(value < constant(Int32, 0), value + constant(Int32, size), value)
         at.append(clamped(node, value, size) if clamp else value)
-    return KINDS[n.type](tensor[tuple(at) if len(at) > 1 else at[0]])
+    return at
+
+
+def load_place(
+    n: Node, env: Mapping[str, Value], tensors: Sequence[Value], indices: LoadIndices, axes: slice
+) -> list[Value]:
+    """Emit the place at which a load reads its tensor, on some of the tensor's axes.
+
+    Args:
+        n: the load.
+        env, tensors, indices: see `emit`.
+        axes: the axes.
+    """
+    values = emit(n.args[axes], env, tensors, fast=True, indices=indices)
+    shape = tensors[int(str(n.attr))].shape[axes]
+    return _place(n.args[axes], values, shape, indices.wraps(n), n in indices.clamp)
 
 
 def clamped(n: Node, value: Value, size: Value) -> Value:

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 from cutlass import Float32
 
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
-from attnkit.codegen.emit_cute import LOAD_INDICES, emit
+from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.score_form import ScoreForm
-from attnkit.codegen.staged_emitter import Element, Stages, Values
+from attnkit.codegen.staged_emitter import Element, Stages, Values, head_arguments
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
-from attnkit.graph.staging import Level
+from attnkit.graph.staging import Level, column_axis, pair_load
 
 Ends: TypeAlias = tuple[tuple[Node, Node], ...]
 Rows: TypeAlias = Sequence[tuple[Any, Values]]
@@ -68,6 +68,8 @@ class GraphForward:
         self._score = Stages(parts, indices)
         self._group_loads = BlockLoads(parts, indices, reads_by_group)
         self._column_group = min((column_group(n) for n in self._group_loads.loads), default=1)
+        self._pair_load = pair_load(parts)
+        self._pair_loads = BlockLoads(parts, indices, lambda n: n is self._pair_load)
         self._mask_stages = Stages([mask] if mask is not None and ends is None else [], indices)
         self.ignores_score = form.factor is None and (
             form.bias is None or "score" not in ir.reads(form.bias)
@@ -83,6 +85,34 @@ class GraphForward:
 
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         return site.tensors[: self._scores], site.tensors[self._scores :]
+
+    def pair_table(self, site: Any) -> tuple[int, Any]:
+        """Return the slot of the table of pairs, and the part [rows, columns] that a head reads.
+
+        The score_mod must read such a table, see `graph.staging.pair_load`. The entries of a warp's
+        scores lie in several rows of it, which may be in the same banks of the first-level cache. A
+        kernel reads a copy with rows of odd length faster.
+        """
+        load = self._pair_load
+        assert load is not None
+        scores, _ = self._tensors(site)
+        slot, env = int(str(load.attr)), head_arguments(site, load.args[:-2])
+        at = load_place(load, env, scores, self.indices, slice(0, -2))
+        return slot, scores[slot][(*at, None, None)]
+
+    def pair_classes(self, columns: Columns) -> list[Any] | None:
+        """Return the index of each column in the table of pairs; None if each has its own."""
+        load, known = self._pair_load, self._score.nodes_at(Level.COLUMN)
+        assert load is not None
+        index = load.args[column_axis(load)]
+        if index not in known:  # kv itself
+            return None
+        return [values[0][known.index(index)] for _, _, values in columns]
+
+    def pair_values(self, site: Any, rows: Rows, columns: Columns) -> list[Mapping[Node, Any]]:
+        """Emit, for each row, its entry in the table of pairs, if all columns have one index."""
+        scores, _ = self._tensors(site)
+        return [self._pair_loads.values(site, scores, q, columns[0][0]) for q, _ in rows]
 
     def head(self, site: Any) -> Values:
         """Emit the values that depend on the head alone; called once per tile."""
@@ -162,13 +192,17 @@ class GraphForward:
         columns: Columns,
         places: Sequence[Any],
         relatives: Any,
+        pairs: Sequence[Mapping[Node, Any]] | None = None,
     ) -> list[Any]:
         """Emit the modified score x of each element in `places`, see `score_form`."""
         scores, _ = self._tensors(site)
         distances, loads = relatives
+        known = [
+            loads.get(self._group(site, r, j)) if pairs is None else pairs[r] for r, j, _ in places
+        ]
         elements = [
-            _element(site, rows, columns, r, j, 0, s, loads.get(self._group(site, r, j)))
-            for r, j, s in places
+            _element(site, rows, columns, r, j, 0, s, values)
+            for (r, j, s), values in zip(places, known, strict=True)
         ]
         values = self._score.elements(site, scores, head[0], elements, distances)
         return self._combine(columns, places, values)

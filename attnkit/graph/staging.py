@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from attnkit.graph import ir
-from attnkit.graph.ir import I32, Node, const
+from attnkit.graph.ir import F32, I32, Node, const
 from attnkit.graph.simplify import build
 
 
@@ -89,6 +89,31 @@ def index_repeats(load: Node) -> bool:
     if index_level(load) is Level.RELATIVE:
         return not sums
     return not any(a * d != b * c for (a, b), (c, d) in itertools.combinations(sums, 2))
+
+
+def reads_pair(load: Node) -> bool:
+    """Return whether a load reads an entry of a float table for each pair of a row and a column.
+
+    An example is table[h, types[q], types[kv]]: the last two indices are known in a row and in a
+    column, one each, and the others in a head.
+    """
+    levels = [level_of(a) for a in load.args]
+    of_head = all(level in (Level.CONSTANT, Level.HEAD) for level in levels[:-2])
+    of_pair = len(levels) > 1 and set(levels[-2:]) == {Level.ROW, Level.COLUMN}
+    return load.type == F32 and of_pair and of_head
+
+
+def column_axis(load: Node) -> int:
+    """Return which axis of a table of pairs the value of the column indexes."""
+    return next(i for i, a in enumerate(load.args) if level_of(a) is Level.COLUMN)
+
+
+def pair_load(roots: Sequence[Node]) -> Node | None:
+    """Return the first load with `reads_pair` whose tensor no other load reads; None for none."""
+    loads = [n for n in ir.topo(*roots) if n.op == "load"]
+    slots = [n.attr for n in loads]
+    found = (n for n in loads if reads_pair(n) and slots.count(n.attr) == 1)
+    return next(found, None)
 
 
 def is_relative(n: Node) -> bool:

@@ -6,6 +6,7 @@ The parts that are specific to an architecture are in a `BackwardTemplate`.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
 from attnkit.splice.backward_work import scheduled
+from attnkit.splice.class_sums import sums_by_class
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
 from attnkit.splice.program import Program
 from attnkit.splice.template_registry import backward_template
@@ -116,8 +118,15 @@ def _settings_of(
         deterministic=spec.deterministic,
         dropout=inputs.dropout is not None,
     )
+    one_hot = sums_by_class(
+        learned.scores, inputs.captured.scores, template.one_hot(case), key.shape[2], query.device
+    )
+    if one_hot:
+        case = replace(case, learned=frozenset())
     switches = template.switches(case)
     light = _light(program, bool(learned.scores))
+    if one_hot:
+        switches = switches | {"one_hot": True}
     if inputs.grad_entropy is not None:  # which q blocks of 64 rows leave registers for
         switches, light = switches | {"with_entropy": True}, False
     if not softmax:  # as do weights that are no multiples of dS

@@ -18,7 +18,7 @@ from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import entropy_gradient, exact_sums, sink_gradient
-from attnkit.splice.backward_rows import row_work
+from attnkit.splice.backward_rows import cached_learned_loads, row_work
 from attnkit.splice.backward_sources import (
     RowWork,
     main_source,
@@ -129,6 +129,8 @@ class BackwardCall:
         captured: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed; then
             False for tables of numbers that the kernels read.
+        table: number of the score's tensor of which the main kernel reads a copy with rows of odd
+            length, see `odd_rows`; None for none.
         sink: whether the preprocess reads an attention sink.
         sink_parts: shape of the parts of the sink's gradient; None if it is not needed.
         like: shape and strides of the gradients of query, key and value.
@@ -154,6 +156,7 @@ class BackwardCall:
     shifts: bool
     captured: tuple[CapturedArgument, ...]
     needs_grad: tuple[bool, ...]
+    table: int | None
     sink: bool
     sink_parts: tuple[int, int, int] | None
     like: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -201,6 +204,8 @@ class BackwardCall:
         dropout = () if inputs.dropout is None else (inputs.dropout,)
         first = (*first, *dropout)
         launches = [self._launch(self.preprocess, first, repeatable)]
+        if self.table is not None:
+            read = [*read[: self.table], odd_rows(read[self.table]), *read[self.table + 1 :]]
         main = self._main_arguments((query, key, value, grad_out), inputs, buffers, read, capturing)
         launches.append(self._launch(self.main, main, repeatable))
         for post in self.postprocess:
@@ -230,7 +235,8 @@ class BackwardCall:
 
     def _may_learn(self, capturing: bool) -> bool:
         """Return whether a replay of all kernels would be a whole backward."""
-        return not (capturing or self.deterministic or self.settings.with_entropy)
+        copies = self.settings.with_entropy or self.table is not None
+        return not (capturing or self.deterministic or copies)
 
     def _sink_gradient(self, inputs: BackwardInputs, buffers: Buffers) -> Tensor | None:
         """Return the gradient of the sink from the parts that the preprocess has written."""
@@ -471,6 +477,7 @@ def _build_call(
         shifts=kernels.shifts,
         captured=kernels.arguments,
         needs_grad=kernels.needs_grad,
+        table=kernels.table,
         sink=kernels.reads_sink,
         sink_parts=sink_gradient.parts_shape(final, query) if with_sink else None,
         like=tuple((tuple(t.shape), t.stride()) for t in like),
@@ -492,6 +499,7 @@ class _Kernels(NamedTuple):
         arguments: the captured tensors that the main kernel reads.
         needs_grad: for each tensor that the score reads, tables of numbers included, whether its
             gradient is needed.
+        table: see `BackwardCall`.
         reads_sink: whether the preprocess reads an attention sink.
     """
 
@@ -503,6 +511,7 @@ class _Kernels(NamedTuple):
     shifts: bool
     arguments: tuple[CapturedArgument, ...]
     needs_grad: tuple[bool, ...]
+    table: int | None
     reads_sink: bool
 
     @property
@@ -542,6 +551,10 @@ def _kernels(
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, clamp)
+    table = None
+    if settings.one_hot:
+        ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
+        table = int(str(load.attr))
     with_lse = inputs.grad_lse is not None or settings.with_entropy
     with_sink = inputs.needs_sink_grad
     # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
@@ -557,8 +570,20 @@ def _kernels(
         shifts=before is not None,
         arguments=arguments,
         needs_grad=needs_grad,
+        table=table,
         reads_sink=reads_sink,
     )
+
+
+def odd_rows(table: Tensor) -> Tensor:
+    """Return a copy of a table of pairs whose rows are an odd number of elements apart.
+
+    A warp reads entries of several rows. In rows of 64 floats, those of a column would be in the
+    same bank of the first-level cache.
+    """
+    *outer, columns = table.shape
+    copy = table.new_empty(*outer, columns + 1 - columns % 2)[..., :columns]
+    return copy.copy_(table.detach())
 
 
 def _clamped(graphs: KernelGraphs, query: Tensor, key: Tensor) -> frozenset[Node]:

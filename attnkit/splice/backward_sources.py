@@ -174,6 +174,7 @@ def main_source(
             indices=indices,
             softmax=program.has_softmax,
             facts=facts,
+            one_hot=settings.one_hot,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(

@@ -62,6 +62,8 @@ class BackwardTemplate:
             kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
         dropout: whether the kernels can drop elements of the softmax.
+        one_hot: case -> how many classes of columns the kernels can sum a gradient
+            over in an MMA, see `GraphBackward`; 0 if they cannot.
         entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
             captured tensor needs a gradient.
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
@@ -89,6 +91,7 @@ class BackwardTemplate:
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
     dropout: bool
+    one_hot: Callable[[BackwardCase], int]
     entropies: Callable[[HeadDims], bool]
     weights: Callable[[HeadDims, bool], bool]
     splits: Callable[[BackwardSettings], bool]
@@ -141,6 +144,11 @@ class BackwardSettings:
     def weights(self) -> bool:
         """Return whether there is no softmax, so that the modified scores are the weights."""
         return bool(self.values.get("weights"))
+
+    @property
+    def one_hot(self) -> bool:
+        """Return whether the main kernel sums a gradient over classes of columns in an MMA."""
+        return bool(self.values.get("one_hot"))
 
     @property
     def with_dropout(self) -> bool:

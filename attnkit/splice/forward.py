@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnkit.codegen.score_form import score_form
+from attnkit.graph.staging import pair_load
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.schedule.kernel_table import Kernel, kernels
@@ -248,6 +249,12 @@ def _kernel(
     dtype = str(query.dtype).removeprefix("torch.")
     needed = kernel_call.need_max, kernel_call.need_entropy
     config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
+    parts = (variant.form.factor, variant.form.bias)
+    pairs = pair_load([n for n in parts if n is not None])
+    if pairs is not None:
+        table = graphs.scores[variant.slots[0][int(str(pairs.attr))]]
+        if template.pair_table(config, table.shape):
+            config["pair_table"] = True
     check = None
     if kernel_call.check is not None and template.checks_data:
         check = kernel_call.check.forward

@@ -37,6 +37,8 @@ class ForwardTemplate(NamedTuple):
         build: (variant, config, head dims, captured tensors, whether the softmax scale is positive)
             -> the kernel and fake arguments to compile it with.
         layout: config -> warp roles and memory layout of the kernel.
+        pair_table: (config, shape of a table of pairs, see `pair_load`) -> whether the
+            kernel has room for a copy of it in shared memory.
         checks_data: whether the kernel can compare captured data with its fingerprints.
     """
 
@@ -48,4 +50,5 @@ class ForwardTemplate(NamedTuple):
     tile: Callable[[Kernel, HeadDims], tuple[int, int]]
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
     layout: Callable[[dict[str, Any]], Layout]
+    pair_table: Callable[[dict[str, Any], Sequence[int]], bool]
     checks_data: bool

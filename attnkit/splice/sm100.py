@@ -130,5 +130,6 @@ FORWARD = ForwardTemplate(
     tile=tile_of,
     build=build,
     layout=layout_of,
+    pair_table=lambda config, shape: False,
     checks_data=False,
 )

@@ -124,6 +124,7 @@ BACKWARD = BackwardTemplate(
     row_sums=row_sums,
     switches=switches,
     dropout=False,
+    one_hot=lambda case: 0,
     entropies=lambda widths: False,
     weights=lambda widths, learned: True,
     splits=splits,

@@ -151,6 +151,22 @@ def layout_of(config: dict[str, Any]) -> Layout:
     return Layout(roles, (), settings.smem_bytes, 2 * settings.stages)
 
 
+def pair_table(config: dict[str, Any], shape: Sequence[int]) -> bool:
+    """Return whether the kernel with this config has room for a table of pairs of this shape."""
+    from attnkit.templates.sm90.config import (
+        SMEM_BYTES,
+        TABLE_COLUMNS,
+        TABLE_ROWS,
+        ForwardConfig,
+    )
+
+    if "value_parts" in config:  # Q, K and V leave no room
+        return False
+    settings = ForwardConfig(**config | {"pair_table": True})
+    small = shape[-2] <= TABLE_ROWS and shape[-1] <= TABLE_COLUMNS
+    return small and settings.smem_bytes <= SMEM_BYTES
+
+
 def build(
     variant: ForwardVariant,
     config: dict[str, Any],
@@ -182,5 +198,6 @@ FORWARD = ForwardTemplate(
     tile=tile_of,
     build=build,
     layout=layout_of,
+    pair_table=pair_table,
     checks_data=True,
 )

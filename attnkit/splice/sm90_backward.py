@@ -80,6 +80,14 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     return {}
 
 
+def one_hot(case: BackwardCase) -> int:
+    """Return how many classes of columns the kernel can sum a gradient over in an MMA."""
+    from attnkit.templates.sm90.backward_config import CLASSES
+
+    fits = max(case.widths) <= 128 and not (case.deterministic or case.dropout)
+    return CLASSES if fits and case.additive else 0
+
+
 def entropies(widths: tuple[int, int]) -> bool:
     """Return whether the kernels can add the gradient of the rows' entropies."""
     return max(widths) <= 128
@@ -195,6 +203,7 @@ BACKWARD = BackwardTemplate(
     row_sums=row_sums,
     switches=switches,
     dropout=True,
+    one_hot=one_hot,
     entropies=entropies,
     weights=weights,
     splits=splits,

@@ -115,6 +115,19 @@ def pinned(x: Any) -> Any:
     )
 
 
+def recomputed(x: Any, changing: Any) -> Any:
+    """Return the Int32 `x` through an opaque `mov` that seems to depend on `changing`.
+
+    In a loop in which `changing` changes, the compiler then does not compute before the loop what
+    depends on `x`, where it would occupy registers.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 t; mov.b32 t, {$r1}; mov.b32 {$w0}, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[x, changing],
+    )
+
+
 def after(values: list[Any], others: list[Any]) -> list[Any]:
     """Return `values` with a false dependency on `others` that the compiler cannot remove.
 

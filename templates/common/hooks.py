@@ -86,6 +86,28 @@ class ForwardHooks(Protocol):
         """Compute the values that depend on row `q` and the head; called once per tile."""
         ...
 
+    def pair_table(self, site: Any) -> tuple[int, Any]:
+        """Return the number of a captured tensor, and its part of which each score reads an entry.
+
+        Called only if the config says that there is such a tensor. The part belongs to the head,
+        and is indexed by a value of the row and a value of the column: [rows, columns]. A kernel
+        may replace the tensor in `Site.tensors` by a copy of the part.
+        """
+        ...
+
+    def pair_classes(self, columns: Sequence[tuple[Value, Value, Values]]) -> list[Value] | None:
+        """Return the index of each column in the part of `pair_table`; None if each has its own."""
+        ...
+
+    def pair_values(
+        self,
+        site: Any,
+        rows: Sequence[tuple[Value, Values]],
+        columns: Sequence[tuple[Value, Value, Values]],
+    ) -> Any:
+        """Return `pairs` of the method `score`, if all columns have one index in `pair_table`."""
+        ...
+
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Value]) -> Values:
         """Compute the values that depend only on a column's offset in its block.
 
@@ -130,6 +152,7 @@ class ForwardHooks(Protocol):
         columns: Sequence[tuple[Value, Value, Values]],
         places: Sequence[tuple[int, int, Value]],
         relatives: Any,
+        pairs: Any = None,
     ) -> list[Value]:
         """Compute x from raw scores, such that p = 2**(x * factor + block - maximum).
 
@@ -138,6 +161,7 @@ class ForwardHooks(Protocol):
             columns: (kv, value of `fixed_columns`, values of `columns`) of this thread's columns.
             places: (index into rows, index into columns, raw score q . k) of each score.
             relatives: what the `relatives` hook returned.
+            pairs: what the `pair_values` hook returned, if all columns have one index.
         """
         ...
 
@@ -281,6 +305,25 @@ class BackwardHooks(ForwardHooks, Protocol):
             for each load at level "element" whose index repeats, the index at each score, `known`
             of `gradient_index` (an empty list for other loads).
         """
+        ...
+
+    def column_class(self, site: Any, kv: Value) -> Value:
+        """Return the class of column `kv`: its index in a learned table that `one_hot` is for.
+
+        Called, as the next two methods, only if the config says `one_hot`.
+        """
+        ...
+
+    def class_gradient(self, totals: Sequence[Any]) -> tuple[Any, int]:
+        """Return the gradient of that table, and its axis of classes.
+
+        Args:
+            totals: gradients of the captured tensors that need one.
+        """
+        ...
+
+    def class_place(self, site: Any, q: Value) -> tuple[Value, ...]:
+        """Return the index of the entry of class 0 to which row `q` adds."""
         ...
 
     def gradient_index(

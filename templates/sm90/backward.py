@@ -48,7 +48,12 @@ from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, Captur
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
 from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce
-from attnkit.templates.sm90.backward_epilogue import Epilogue, Outputs, Results
+from attnkit.templates.sm90.backward_epilogue import (
+    Epilogue,
+    Outputs,
+    Results,
+    wait_staging_empty,
+)
 from attnkit.templates.sm90.backward_first_writer import FirstWriterReduce
 from attnkit.templates.sm90.backward_lse_in_mma import LseInMma
 from attnkit.templates.sm90.backward_mma import (
@@ -60,6 +65,7 @@ from attnkit.templates.sm90.backward_mma import (
     smem_layouts,
     tiled_mmas,
 )
+from attnkit.templates.sm90.backward_one_hot import OneHot
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
 from attnkit.templates.sm90.backward_row_slopes import RowSlopes
 from attnkit.templates.sm90.backward_shared import (
@@ -99,6 +105,7 @@ class Consumer:
         entropy_grads: the gradient of the entropies, f32 [B, H, S]; empty without entropies.
         ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's slice of it, and its
             target: dtype [64, block_q, 2 stages].
+        classes: `ClassSums`; None without `one_hot`.
     """
 
     mma: ConsumerMma
@@ -110,6 +117,7 @@ class Consumer:
     ds_copy: Any
     ds_thread: Any
     ds_smem: cute.Tensor
+    classes: Any
 
 
 class Backward:
@@ -152,6 +160,7 @@ class Backward:
             self.dq_reduce = self.deterministic
         elif config.first_writer:
             self.dq_reduce = FirstWriterReduce(config.chunk)
+        self.one_hot: Any = OneHot(config, hooks) if config.one_hot else None
         self.held_steps = _held_steps(config, hooks)
         if self.lse_in_mma.with_slope and self.held_steps:
             self.held_steps -= 1  # registers for K's extra columns with the slope
@@ -249,8 +258,8 @@ class Backward:
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
         self.kernel(
-            tuple(mmas),
-            tuple(mmas),
+            mmas.without_none(),
+            mmas.without_none(),
             tuple(atom for atom, _ in tma),
             tuple(tiles for _, tiles in tma),
             tuple(layouts),
@@ -384,7 +393,7 @@ class Backward:
         row0 = (lane % 4) * 2
         out = Outputs(results, problem, info, bars, wg, thread)
         entropy_grads = others if const_expr(c.with_entropy) else []
-        consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads)
+        consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads, totals)
         mma = consumer.mma
         q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
         sums = self.captured_grads.begin(totals)
@@ -425,13 +434,20 @@ class Backward:
             )
             q_count += 1
             # mainloop
-            for j in cutlass.range(count - 1, unroll=1):
-                block = self.start_block(False, consumer, q_count, kv_count)
-                note = self.finish_block(
-                    False, j == count - 2, consumer, block, tile, sums, place, q_count, kv_count,
-                    note,
-                )  # fmt: skip
-                q_count += 1
+            if const_expr(c.one_hot):  # counts down, which takes one register and not two
+                left = count - 1
+                while left > 0:
+                    note = self.next_block(
+                        left == 1, consumer, tile, sums, place, q_count, kv_count, note
+                    )
+                    left -= 1
+                    q_count += 1
+            else:
+                for j in cutlass.range(count - 1, unroll=1):
+                    note = self.next_block(
+                        j == count - 2, consumer, tile, sums, place, q_count, kv_count, note
+                    )
+                    q_count += 1
             self.captured_grads.flush(tile, sums)
             kv_count += 1
             cute.arch.mbarrier_wait(bars.load.k_full + (kv_count & 1), k_phase(c, kv_count))
@@ -442,6 +458,15 @@ class Backward:
             warpgroup.wait_group(0)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
             free = not c.accumulate  # in that case `write_dk_dv` has already waited
+            if const_expr(c.one_hot):
+                site = self.site_of(kv_count - 1, captured, out)
+                q_block = self.q_block(kv_count - 1, note, out)
+                self.prepare_classes(consumer, site, q_count, free)
+                self.one_hot.issue(consumer.classes, mma, q_count - 1)
+                warpgroup.wait_group(0)
+                places = self.one_hot.places(consumer.classes, site, q_block)
+                self.one_hot.add(consumer.classes, places, cutlass.Boolean(True))
+                free = True
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
         self.epilogue.finish(out)
 
@@ -449,13 +474,14 @@ class Backward:
 
     def set_up(
         self, mmas: tuple, views: SmemLayouts, smem: LoadTargets, bars: Barriers, factors: Any,
-        out: Outputs, row0: Int32, entropy_grads: list,
+        out: Outputs, row0: Int32, entropy_grads: list, totals: list,
     ) -> Consumer:  # fmt: skip
         """Create the operands and accumulators, and the copy of dS to shared memory."""
         c = self.config
         overwrite, accumulate = (TiledMmas(*m) for m in mmas)
         # set once here: a value that is set in a helper cannot be used outside of its region
-        for first, further in zip(overwrite, accumulate, strict=True):
+        pairs = zip(overwrite.without_none(), accumulate.without_none(), strict=True)
+        for first, further in pairs:
             first.set(warpgroup.Field.ACCUMULATE, False)
             further.set(warpgroup.Field.ACCUMULATE, True)
         mma = consumer_mma(c, overwrite, accumulate, views, self.held_steps, out.wg, out.thread)
@@ -467,7 +493,13 @@ class Backward:
         )
         ds_thread = ds_copy.get_slice(out.thread)
         ds_smem = ds_thread.partition_D(views.ds_written)
-        return Consumer(mma, bars, smem, out, row0, entropy_grads, ds_copy, ds_thread, ds_smem)
+        classes = None
+        if self.one_hot is not None:
+            instructions = overwrite.one_hot, accumulate.one_hot
+            classes = self.one_hot.begin(instructions, out.to.staging, totals, out.wg, out.thread)
+        return Consumer(
+            mma, bars, smem, out, row0, entropy_grads, ds_copy, ds_thread, ds_smem, classes
+        )
 
     def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
         """Issue S and dP of a q block; at a work tile's first, also write the previous dK and dV.
@@ -504,6 +536,14 @@ class Backward:
             warpgroup.wait_group(2)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
         return QBlock(word, w.row0, lse, delta)
+
+    def next_block(
+        self, last: Any, w: Consumer, tile: KvBlock, sums: CapturedSums, place: Any,
+        q_count: Int32, kv_count: Int32, note: Any,
+    ) -> Any:  # fmt: skip
+        """Process a q block that is not the first of its work tile, see `finish_block`."""
+        block = self.start_block(False, w, q_count, kv_count)
+        return self.finish_block(False, last, w, block, tile, sums, place, q_count, kv_count, note)
 
     def finish_block(
         self, first: bool, last: Any, w: Consumer, block: QBlock, tile: KvBlock,
@@ -547,6 +587,12 @@ class Backward:
                 to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds, p, dropout)
             else:
                 self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds, entropy, dropout)
+        if self.one_hot is not None:  # do not keep addresses of the stage through the exponentials
+            q_count = device.recomputed(q_count, block.word)
+            s, phase = q_stage(c, q_count), q_phase(c, q_count)
+            block = replace(block, word=out.info[s])
+            own = device.recomputed(kv_count, q_count)
+            place = self.first_chunk(own, out), place[1]
         # wait until both consumers have read dS of the block that used this stage before
         cute.arch.mbarrier_wait(bars.ds_empty + s, phase ^ 1)
         cute.copy(
@@ -560,24 +606,80 @@ class Backward:
         device.arrive(bars.ds_full + s)
         warpgroup.fence()  # P and dS are operands in registers
         mma.issue_dv(s, first)
+        if self.one_hot is not None:
+            tile_idx = _before(kv_count) if first else kv_count
+            tensors = tile.site.tensors
+            site = self.site_of(device.recomputed(tile_idx, q_count), tensors, out)
+            # `write_dk_dv` has already waited for the staging, unless it sends chunks itself
+            free = first and not c.accumulate
+            self.prepare_classes(w, site, q_count, free, kv_count if first else None)
         if (
             first
         ):  # the kernel's first block has no previous one: it issues its own dQ, which is not sent
             mma.issue_dq(bars, _before(q_count), _before(kv_count))
         else:
             mma.issue_dq(bars, q_count - 1, kv_count)
+        if self.one_hot is not None:
+            self.one_hot.issue(w.classes, mma, _before(q_count))
         mma.issue_dk(s, first)
         warpgroup.wait_group(1)  # dQ is complete; dK runs
+        if self.one_hot is not None:
+            some = kv_count > 0 if first else cutlass.Boolean(True)
+            tile_idx = device.recomputed(tile_idx, q_count)
+            site, q_block = self.site_of(tile_idx, tensors, out), self.q_block(tile_idx, note, out)
+            self.one_hot.add(w.classes, self.one_hot.places(w.classes, site, q_block), some)
+        free = self.one_hot is not None
         if first:
-            self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count)
+            self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count, free)
         else:
             next_chunk = place[0] + 2 * (block.word >> 2)
-            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, next_chunk=next_chunk)
+            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, next_chunk)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE and delta
         cute.arch.mbarrier_arrive(bars.load.q_empty + s)
         cute.arch.mbarrier_arrive(bars.load.do_empty + s)
         return place[0] + 2 * (block.word >> 2), place[1]
+
+    @cute.jit
+    def prepare_classes(
+        self, w: Consumer, site: Site, q_count: Int32, free: cutlass.Constexpr, kv_count: Any = None
+    ):
+        """Write the operand of `one_hot`, when the staging memory of dQ has been read.
+
+        Args:
+            w: state of the thread.
+            site: the kv block.
+            q_count: index of the q block.
+            free: whether it is known to have been read.
+            kv_count: index of the work tile, if this is its first q block: nothing is staged before
+                the first work tile.
+        """
+        if const_expr(not free):
+            if const_expr(kv_count is None):
+                wait_staging_empty(w.out.wg)
+            elif kv_count > 0:
+                wait_staging_empty(w.out.wg)
+        self.one_hot.write_operand(w.classes, site, q_count)
+
+    def site_of(self, tile_idx: Int32, captured: list, out: Outputs) -> Site:
+        """Return the site of a work tile, read from its record, which saves registers."""
+        c, p, record = self.config, out.problem, record_of(self.config, tile_idx & 1)
+        kv_block, h, b = (
+            out.info[record + i] for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH)
+        )
+        scaled = self.lse_in_mma.scale(p.scale)
+        return Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
+
+    def q_block(self, tile_idx: Int32, note: Any, out: Outputs) -> Any:
+        """Return the q block of the dQ that `note` is for, in a work tile."""
+        return cutlass.max((note[0] - self.first_chunk(tile_idx, out)) // 2, Int32(0))
+
+    def first_chunk(self, tile_idx: Int32, out: Outputs) -> Any:
+        """Return the chunk of dQ of the first q block of a work tile's head."""
+        p, record = out.problem, record_of(self.config, tile_idx & 1)
+        chunks = (p.q_len + self.config.block_q - 1) // self.config.block_q * 2  # of a head
+        h, b = (out.info[record + i] for i in (WorkTile.HEAD, WorkTile.BATCH))
+        return (b * p.heads + h) * chunks + out.wg
 
     @cute.jit
     def release_last(self, last: cutlass.Boolean, barrier: cute.Pointer):

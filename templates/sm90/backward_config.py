@@ -8,6 +8,7 @@ from attnkit.templates.sm90.config import SMEM_BYTES
 
 UNIT = 64 * 64  # floats in a unit of a float32 sum
 ROWS = 64  # M of one wgmma
+CLASSES = 64  # of columns, at most, whose sums `one_hot` computes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class BackwardConfig:
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
         weights: there is no softmax, P is the modified score, for q blocks of 64 rows.
         with_dropout: drop elements of the softmax, see `sm90.dropout`.
+        one_hot: sum the gradient of a captured table over columns of the same class in an MMA, see
+            `backward_one_hot`, for q blocks of 64 rows.
     """
 
     dtype: str = "bfloat16"
@@ -44,6 +47,7 @@ class BackwardConfig:
     with_entropy: bool = False
     weights: bool = False
     with_dropout: bool = False
+    one_hot: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -105,6 +109,8 @@ class BackwardConfig:
             return f"entropies with block_q={self.block_q}: expected {ROWS}"
         if self.weights and self.rounded:
             return f"weights without a softmax and block_q={self.block_q}: expected {ROWS}"
+        if self.one_hot and (self.rounded or self.sum_order):
+            return f"sums by class with block_q={self.block_q} and sum_order={self.sum_order!r}: expected {ROWS} and ''"
         if self.with_entropy and self.with_dropout:
             return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):

@@ -93,13 +93,18 @@ class Epilogue:
 
     @cute.jit
     def send_last_dq(
-        self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32
-    ):
-        """Send the last dQ of the previous work tile, if there is one, and release its K."""
+        self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32,
+        waited: cutlass.Constexpr = False,
+    ):  # fmt: skip
+        """Send the last dQ of the previous work tile, if there is one, and release its K.
+
+        `waited` is whether the staging memory is known to have been read.
+        """
         if kv_count > 0:
             # every lane arrives, because every lane has read the record
             cute.arch.mbarrier_arrive(out.bars.load.k_empty + ((kv_count - 1) & 1))
-            free = not self.config.accumulate  # in that case `write_dk_dv` has already waited
+            # without `accumulate`, `write_dk_dv` has already waited
+            free = waited or not self.config.accumulate
             self.send_dq(dq, note, out, q_count - 1, free)
 
     def send_dq(

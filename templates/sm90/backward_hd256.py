@@ -698,7 +698,12 @@ class BackwardHd256:
     ):
         """Issue the TMA store of a consumer's columns from its first warp."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp % WARPS == 0:
+        stores = warp % WARPS == 0
+        if const_expr(cute.size(to, mode=[2]) == 1):
+            # All columns of the gradient are consumer 0's. As the index of a single tile, 1 would be
+            # taken for 0.
+            stores = stores & (wg == 0)
+        if stores:
             cute.copy(atom, source[None, wg], to[None, place[0], wg, *place[1:]])
             cute.arch.cp_async_bulk_commit_group()
 

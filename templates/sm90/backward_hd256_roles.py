@@ -95,7 +95,7 @@ class RolesConsumer:
     bars: RolesBarriers
     out: Outputs
     sums: cute.Tensor
-    wg: int
+    wg: Int32
     thread: Int32
     row0: Int32
     exchange: cute.Tensor
@@ -398,7 +398,7 @@ class BackwardHd256Roles(BackwardHd256):
             cute.make_layout((4, P_WORDS // 4), stride=(1, LANE_STRIDE)),
         )
         ds_smem = part.partition_D(views.ds_t)
-        sums, wg, thread = out.to.sums, out.wg, out.thread
+        sums, wg, thread = out.to.sums, Int32(out.wg), out.thread
         return RolesConsumer(mma, smem, bars, out, sums, wg, thread, row0, own, copy, part, ds_smem)
 
     def all_rows(self, w: RolesConsumer, values: cute.Tensor, stage: Any) -> cute.Tensor:
@@ -523,5 +523,5 @@ class BackwardHd256Roles(BackwardHd256):
     def send_dq(self, w: RolesConsumer, row: Int32, part: int) -> None:
         """Give one part of the consumer's columns of a q block's dQ to the warp that adds it."""
         parts = self.config.dq_parts
-        chunk = row * (CONSUMERS * parts) + (w.wg * parts + part)
+        chunk = row * (CONSUMERS * parts) + (w.out.wg * parts + part)
         self.epilogue.send(w.mma.dq, (chunk,), w.out)

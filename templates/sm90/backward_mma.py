@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from attnkit.templates.common import device
-from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_config import CLASSES, ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_epilogue import chunk_layout
 from attnkit.templates.sm90.backward_shared import Barriers
 
@@ -36,6 +36,11 @@ class TiledMmas(NamedTuple):
     dk: cute.TiledMma  # dK += dS^T Q, dS from registers
     s_held: cute.TiledMma  # S^T with K from registers
     lse: cute.TiledMma  # the extra k-step of `backward_lse_in_mma`
+    one_hot: Any = None  # sums over columns of the same class, see `backward_one_hot`
+
+    def without_none(self) -> tuple[cute.TiledMma, ...]:
+        """Return the instructions that the kernel uses, in the order of the fields."""
+        return tuple(self) if self.one_hot is not None else tuple(self)[:-1]
 
 
 def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> TiledMmas:
@@ -52,7 +57,8 @@ def tiled_mmas(c: BackwardConfig, dtype: Any, lse_from_registers: bool) -> Tiled
     dq = mma(K_MAJOR, MN_MAJOR, c.chunk // ROWS)
     dv = mma(K_MAJOR, MN_MAJOR, c.head_dim_v, RMEM)
     dk = mma(K_MAJOR, MN_MAJOR, c.head_dim, RMEM)
-    return TiledMmas(s, dq, dv, dk, s_held, lse)
+    one_hot = mma(K_MAJOR, MN_MAJOR, CLASSES // 2) if c.one_hot else None
+    return TiledMmas(s, dq, dv, dk, s_held, lse, one_hot)
 
 
 class SmemLayouts(NamedTuple):
@@ -217,7 +223,7 @@ def consumer_mma(
         thread: index of the thread in the warpgroup.
     """
     dtype = device.DTYPES[c.dtype]
-    mma_s, mma_dq, mma_dv, mma_dk, mma_held, _ = accumulate
+    mma_s, mma_dq, mma_dv, mma_dk, mma_held, *_ = accumulate
     all_s, all_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
     all_dv, all_dk = mma_dv.get_slice(0), mma_dk.get_slice(0)
     # shared memory descriptors, shapes as in `SmemLayouts`

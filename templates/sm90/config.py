@@ -9,6 +9,9 @@ WARP_THREADS = 32
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARP_THREADS * WARPGROUP_WARPS
 WARPGROUP_ROWS = 64  # M of one wgmma: the query rows of a consumer warpgroup
+TABLE_ROWS = TABLE_COLUMNS = 64  # capacity of a table of pairs in shared memory
+# Rows of odd length: a warp reads entries of eight rows, which would otherwise be in the same bank.
+TABLE_STRIDE = TABLE_COLUMNS + 1
 SMEM_ALIGNMENT = 1024  # alignment of a tile in shared memory: the period of the 128-byte swizzle
 
 
@@ -37,6 +40,8 @@ class ForwardConfig:
         need_max: also write the row maxima.
         need_entropy: also write the entropies of the rows.
         checks_data: idle warps compare captured data with its fingerprints.
+        pair_table: each warpgroup copies a head's part of a captured tensor, at most `TABLE_ROWS`
+            by `TABLE_COLUMNS`, to shared memory, see the hook `pair_table`.
     """
 
     dtype: str = "bfloat16"
@@ -53,6 +58,7 @@ class ForwardConfig:
     need_max: bool = False
     need_entropy: bool = False
     checks_data: bool = False
+    pair_table: bool = False
 
     @property
     def weights(self) -> bool:
@@ -116,7 +122,13 @@ class ForwardConfig:
         return 0 if self.store_from_registers else 2 * self.block_q * self.head_dim_v
 
     @property
+    def table_floats(self) -> int:
+        """Float32 numbers in the tables of pairs of all warpgroups."""
+        return self.warpgroups * TABLE_ROWS * TABLE_STRIDE if self.pair_table else 0
+
+    @property
     def smem_bytes(self) -> int:
-        """Shared memory bytes per CTA: Q, the K and V rings, O, barriers and records."""
+        """Shared memory bytes per CTA: Q, the K and V rings, O, tables, barriers and records."""
         ring = self.stages * (self.k_bytes + self.v_bytes)
-        return self.q_stages * self.q_bytes + ring + self.o_bytes + SMEM_ALIGNMENT
+        tables = 4 * self.table_floats
+        return self.q_stages * self.q_bytes + ring + self.o_bytes + tables + SMEM_ALIGNMENT

@@ -62,6 +62,7 @@ from attnkit.templates.sm90.forward_producer import (
     WorkTile,
     record_of,
 )
+from attnkit.templates.sm90.pair_table import in_shared_memory
 from attnkit.templates.sm90.softmax import RowState, Softmax, TileValues
 
 PRODUCER_WARP, SCHEDULER_WARP, CLEARING_WARP = 0, 1, 2
@@ -259,8 +260,12 @@ class Forward:
         if warp == PRODUCER_WARP:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        allocator = cutlass.memory.SmemAllocator()
+        storage = allocator.allocate(self.storage)
         smem = self._shared_memory(storage, layouts)
+        tables = None  # f32 [warpgroups, rows, row stride], see `pair_table`
+        if const_expr(c.pair_table):
+            tables = allocator.allocate_array(Float32, c.table_floats, byte_alignment=16)
         bars = ForwardBarriers.at(storage.barriers.data_ptr(), c)
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
@@ -289,7 +294,8 @@ class Forward:
                     compare_chunks(checks[0], first, CLEARING_WARPS * ctas)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.consume(mmas, smem, (atoms[3], tiles[3]), bars, results, captured, scalars)
+            output = atoms[3], tiles[3]
+            self.consume(mmas, smem, tables, output, bars, results, captured, scalars)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
         """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
@@ -308,6 +314,7 @@ class Forward:
         self,
         mmas: tuple,
         smem: SharedMemory,
+        tables: Any,
         tma_o: tuple,
         bars: ForwardBarriers,
         results: Results,
@@ -352,6 +359,8 @@ class Forward:
             num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
             num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(work, thread, captured, scalars)
+            if const_expr(c.pair_table):
+                site = in_shared_memory(self.hooks, site, tables, wg)
             tile = self.softmax.begin_tile(site, first_column, place.row, results.lse.shape[1])
             q_tile = wg + c.warpgroups * q_stage
             mma.acc_o.fill(0.0)

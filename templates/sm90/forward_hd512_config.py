@@ -20,9 +20,11 @@ class Hd512Config(ForwardConfig):
         head_dim: head dim of query and key as the kernel computes it: 128, 256, 384, 512 or 576.
         block_kv: kv columns of a block, 32 or 64.
         head_dim_v: value columns of a part, padded to 64, 96, 128, 192 or 256.
+        stages: blocks of K and of V in shared memory: one of each, in chunks.
         value_parts: parts of the value columns, 1 or 2. Another CTA computes each part.
     """
 
+    stages: int = 1
     store_from_registers: bool = True
     value_parts: int = 1
 

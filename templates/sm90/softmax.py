@@ -126,12 +126,15 @@ class BlockValues:
         columns: (kv, column constant, values of the hook `columns`) of the thread's columns.
         places: (row, column) of each element of the accumulator.
         relatives: result of the hook `relatives`.
+        one_class: whether all columns have one index in the table of pairs, in a whole warp; None
+            if that is not known.
     """
 
     start: Int32
     columns: list[tuple[Any, Any, Any]]
     places: list[tuple[int, int]]
     relatives: Any
+    one_class: Any = None
 
 
 class Softmax:
@@ -264,7 +267,13 @@ class Softmax:
         relatives = (
             None if hooks.only_scales else hooks.relatives(site, head, tile.rows, columns, places)
         )
-        return BlockValues(start, columns, places, relatives)
+        one_class = None
+        classes = hooks.pair_classes(columns) if self.config.pair_table else None
+        if classes is not None:
+            one_class = classes[0] == cute.arch.shuffle_sync(classes[0], 0)
+            for other in classes[1:]:
+                one_class = one_class & (other == classes[0])
+        return BlockValues(start, columns, places, relatives, one_class)
 
     def first_column(self, tile: TileValues, kv_block: Int32) -> Int32:
         """Return the first column of a kv block from its number in shared memory."""
@@ -330,19 +339,36 @@ class Softmax:
 
     def apply_score_mod(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor) -> Any:
         """Apply the mod in place, and return the term to add to the block's scores, or None."""
-        site, hooks = tile.site, self.hooks
-        if not hooks.only_scales:
-            elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
-            scores = hooks.score(
-                site, tile.head, tile.rows, block.columns, elements, block.relatives
-            )
-            if hooks.ignores_score:
-                # Nothing reads S: without a dependency on it, its registers would be reused while
-                # the MMA is in flight.
-                scores = device.after(scores, [s for _, _, s in elements])
-            for i, x in enumerate(scores):
-                acc_s[i] = x
-        return hooks.block(site, tile.head, block.start)
+        if block.one_class is not None:
+            self._apply_pairs(tile, block, acc_s)
+        elif not self.hooks.only_scales:
+            self._write_scores(tile, block, acc_s)
+        return self.hooks.block(tile.site, tile.head, block.start)
+
+    @cute.jit
+    def _apply_pairs(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor):
+        """Apply a mod with a table of pairs; a row reads one entry if its columns have one index."""
+        if cute.arch.vote_all_sync(block.one_class):
+            pairs = self.hooks.pair_values(tile.site, tile.rows, block.columns)
+            self._write_scores(tile, block, acc_s, pairs)
+        else:
+            self._write_scores(tile, block, acc_s)
+
+    def _write_scores(
+        self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor, pairs: Any = None
+    ) -> None:
+        """Apply the mod in place; `pairs` is the result of the hook `pair_values`."""
+        hooks = self.hooks
+        elements = [(r, j, acc_s[i]) for i, (r, j) in enumerate(block.places)]
+        scores = hooks.score(
+            tile.site, tile.head, tile.rows, block.columns, elements, block.relatives, pairs
+        )
+        if hooks.ignores_score:
+            # Nothing reads S: without a dependency on it, its registers would be reused while
+            # the MMA is in flight.
+            scores = device.after(scores, [s for _, _, s in elements])
+        for i, x in enumerate(scores):
+            acc_s[i] = x
 
     def apply_mask(
         self, bits: list[list[Int32]] | None, acc_s: cute.Tensor, masked: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import types
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,27 @@ def test_a_round_without_a_fault_passes(
 ) -> None:
     assert fuzz["main"](["--only", "cpu", "--seed", "5"]) == 0
     assert re.fullmatch(r"no wrong result in \d+ calls\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90a", "sm_100a"])
+def test_rounds_draw_calls_of_all_kinds(fuzz: dict[str, Any], target: str) -> None:
+    """A round of one example would be the smallest call alone, whatever the seed."""
+    drawn: list[Any] = []
+
+    def record(variant: Any, case: Any, backends: Any) -> Any:
+        drawn.append(case)
+        return types.SimpleNamespace(rows=())
+
+    run_round = fuzz["run_round"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(run_round.__globals__, "check_case", record)
+        for seed in range(12):
+            run_round(fuzz["TARGETS"][target], seed)
+    assert len(set(drawn)) > 12
+    assert {"softmax", "sigmoid", "none"} <= {case.normalization for case in drawn}
+    assert any(case.sink for case in drawn)
+    assert any(case.dropout_p for case in drawn)
+    assert any(case.statistics for case in drawn)
 
 
 def test_the_time_is_shared_between_targets(fuzz: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import attnkit
-from attnkit import flex_attention, masks
+from attnkit import flex_attention, masks, mods
+from attnkit.splice import run_time_numbers
 from tests.gpu import cute_kit as kit
 
 LENGTH = 900
@@ -107,6 +108,29 @@ def test_a_graph_outlives_the_caches() -> None:
     torch.cuda.synchronize()
     assert junk
     assert same(found, expected)
+
+
+def test_a_graph_keeps_the_numbers_that_its_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_time_numbers, "MOST_CONSTANTS", 0)
+    forget()
+    qkv = inputs()
+    mod, mask = mods.softcap(7.0), masks.sliding_window(90)
+    expected = attention(qkv, mod, mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention(qkv, mod, mask)
+    others = [attention(qkv, mods.softcap(8.0 + i), masks.sliding_window(91 + i)) for i in range(3)]
+    forget()
+    junk = [torch.full((n,), 7, dtype=torch.int32, device=kit.DEVICE) for n in range(1, 400)]
+    for t in found:
+        t.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert junk
+    assert same(found, expected)
+    assert not any(same(other, expected) for other in others)
+    forget()
 
 
 def test_tensors_of_inference_mode() -> None:

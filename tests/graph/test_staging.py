@@ -15,11 +15,13 @@ from attnkit.graph.ir import F32, I32, Node, arg, const, load
 from attnkit.graph.simplify import build, cast
 from attnkit.graph.staging import (
     Level,
+    column_axis,
     index_level,
     index_repeats,
     is_relative,
     level_of,
     linear,
+    pair_load,
     stage,
 )
 from attnkit.tracing.tracer import trace
@@ -99,6 +101,22 @@ def test_level_of_an_index() -> None:
         ([q, distance], Level.ELEMENT),
     ):
         assert index_level(load(0, F32, index)) is level
+
+
+def test_tables_of_pairs() -> None:
+    """The last two indices belong to a row and a column, and nothing else reads the tensor."""
+    h, q, kv = arg("h"), arg("q"), arg("kv")
+    row, column = load(0, I32, [q]), load(1, I32, [kv])
+    table = load(2, F32, [h, row, column])
+    assert pair_load([build("add", arg("score"), table)]) is table
+    assert column_axis(table) == 2
+    other = load(2, F32, [column, row])
+    assert pair_load([other]) is other
+    assert column_axis(other) == 0
+    assert pair_load([table, other]) is None
+    for indices in ([row], [column], [row, q], [row, column, h], [build("sub", q, kv), column]):
+        assert pair_load([load(2, F32, indices)]) is None
+    assert pair_load([load(2, I32, [row, column])]) is None
 
 
 def test_which_indices_repeat() -> None:

@@ -55,15 +55,17 @@ def documents(*, step: int = 1) -> Tensor:
     return torch.stack([ids] * step, -1)[..., 0]
 
 
-def inputs(*, grad: bool = False) -> list[Tensor]:
+def inputs(*, grad: bool = False, dim: int = 64) -> list[Tensor]:
     return [
-        torch.randn(1, 1, LENGTH, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)
+        torch.randn(1, 1, LENGTH, dim, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3)
     ]
 
 
-def caller(ids: Tensor, backend: str = "emulate") -> Callable[..., Any]:
+def caller(ids: Tensor, backend: str = "emulate", dim: int = 64) -> Callable[..., Any]:
     mask = masks.document(ids) & CAUSAL
-    return lambda *, grad=False: flex_attention(*inputs(grad=grad), None, mask, backend=backend)
+    return lambda *, grad=False: flex_attention(
+        *inputs(grad=grad, dim=dim), None, mask, backend=backend
+    )
 
 
 def edit(ids: Tensor, at: int) -> None:
@@ -76,12 +78,14 @@ def reported() -> tuple[int, int]:
     return decode(code)
 
 
-@pytest.mark.parametrize("ctas", [1, 2])
-def test_the_forward_kernel_compares(ctas: int) -> None:
+@pytest.mark.parametrize(
+    ("ctas", "dim"), [(1, 64), (2, 64), pytest.param(2, 512, marks=pytest.mark.exhaustive)]
+)
+def test_the_forward_kernel_compares(ctas: int, dim: int) -> None:
     """Two warps of one CTA, or four of two, share the three chunks of the ids."""
     ids = documents()
     assert 2 * CHUNK < ids.view(torch.int32).numel() < 3 * CHUNK
-    call = caller(ids)
+    call = caller(ids, dim=dim)
     with emulation.session(mode="check", seeds=1, ctas=ctas) as session:
         call()
     assert session.ok, [str(report) for _, report in session.reports]

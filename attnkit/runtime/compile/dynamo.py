@@ -54,7 +54,7 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
         scale = scale.as_proxy()
         changes = isinstance(scale, fx.Proxy)
         floats = [*numbers.proxies[float], *([scale] if changes else [])]
-        request = request_of(score, mask, *(o.as_python_constant() for o in options))
+        request = request_of(score, mask, *map(_constant, options))
         request = replace(request, float_scale=changes)
         arguments = (
             query.as_proxy(),
@@ -122,6 +122,17 @@ class AttendVariable(_OperatorVariable):  # type: ignore[misc]
             ) from error
         tensors = [body.proxy(t) for t in traced.tensors]
         return replace(traced, names=tuple(t.node.name for t in tensors)), tensors
+
+
+def _constant(option: Any) -> Any:
+    """Return the value of an option; with `dynamic=True`, Dynamo then guards on its integers."""
+    try:
+        return option.as_python_constant()
+    except NotImplementedError:  # integers of a tuple that Dynamo made symbolic
+        return tuple(
+            int(n.node.meta["example_value"]) if isinstance(n, fx.Proxy) else n
+            for n in option.as_proxy()
+        )
 
 
 def _refuse_transforms(query_key_value: Sequence[fx.Proxy], others: Sequence[fx.Proxy]) -> None:

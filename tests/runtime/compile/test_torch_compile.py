@@ -325,6 +325,8 @@ def test_results() -> None:
     ]
     for own in options:
         check(functools.partial(flex_attention, score_mod=mods.alibi(4), block_mask=causal, **own), inputs())  # fmt: skip
+    call = lambda q, k, v: flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "BLOCK_N": 64})
+    check(call, inputs(), dynamic=True)  # Dynamo makes the integers of the call symbolic
     shared = functools.partial(flex_attention, block_mask=causal, enable_gqa=True)
     check(shared, inputs(kv_heads=2))
 
