@@ -200,7 +200,8 @@ class Values:
         a, b = args[at].values
         other = args[1 - at]
         shape = broadcast(other.shape, a.shape, b.shape)
-        if math.prod(shape) < SMALL or broadcast(a.shape, b.shape) != shape:
+        devices = {t.device for t in (other, a, b)}  # addcmul adds to no number of another device
+        if math.prod(shape) < SMALL or broadcast(a.shape, b.shape) != shape or len(devices) > 1:
             args = list(args)
             args[at] = self._apply(product, (a, b), dtype, ())
             return self._apply(n, args, dtype, ())
