@@ -73,22 +73,6 @@ _INTO: dict[str, Callable[..., Tensor]] = {
 
 
 @functools.lru_cache(maxsize=1024)
-def _last_readers(roots: tuple[Node, ...]) -> dict[Node, tuple[Node, ...]]:
-    """Return, for each node, those of its arguments that neither a later node nor a root is."""
-    last: dict[Node, Node] = {}
-    for n in ir.topo(*roots):
-        last.update(dict.fromkeys(n.args, n))
-    read: dict[Node, list[Node]] = {}
-    for argument, reader in last.items():
-        if argument not in roots:
-            read.setdefault(reader, []).append(argument)
-    return {reader: tuple(arguments) for reader, arguments in read.items()}
-
-
-caches.register(_last_readers.cache_clear)
-
-
-@functools.lru_cache(maxsize=1024)
 def _products(roots: tuple[Node, ...]) -> dict[Node, Node]:
     """Return the products that a sum or difference may compute itself, by the node that does.
 
@@ -106,6 +90,31 @@ def _products(roots: tuple[Node, ...]) -> dict[Node, Node]:
 
 
 caches.register(_products.cache_clear)
+
+
+@functools.lru_cache(maxsize=1024)
+def _last_readers(roots: tuple[Node, ...]) -> dict[Node, tuple[Node, ...]]:
+    """Return, for each node, what it reads that neither a later node nor a root is or reads.
+
+    The factors of a product of `_products` are read by the node that computes it.
+    """
+    products = _products(roots)
+    later = set(products.values())
+    last: dict[Node, Node] = {}
+    for n in ir.topo(*roots):
+        if n in later:
+            continue
+        for argument in n.args:
+            read = argument.args if argument is products.get(n) else (argument,)
+            last.update(dict.fromkeys(read, n))
+    found: dict[Node, list[Node]] = {}
+    for argument, reader in last.items():
+        if argument not in roots:
+            found.setdefault(reader, []).append(argument)
+    return {reader: tuple(arguments) for reader, arguments in found.items()}
+
+
+caches.register(_last_readers.cache_clear)
 
 
 @dataclass(frozen=True)
@@ -157,9 +166,7 @@ class Values:
                 return _Factors(args)
             read = readers.get(n, ())
             if n in products:
-                product = products[n]
-                read = tuple(m for m in read if m is not product) + readers.get(product, ())
-                value = self._apply_with_product(n, product, args, of, read)
+                value = self._apply_with_product(n, products[n], args, of, read)
             else:
                 value = self._apply(n, args, of, read)
             for argument in read:

@@ -143,6 +143,29 @@ def test_products_that_are_added_are_rounded_once_less(
         assert bool(((ours - true).abs() <= 2**-23 * (size + true.abs())).all())
 
 
+SMOOTH = ["add", "sub", "mul", "min", "max"]
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from([(), ("score", "grad")]))
+def test_products_read_what_nothing_has_overwritten(
+    data: st.DataObject, spent: tuple[str, ...]
+) -> None:
+    """Products that are computed later than where they stand have the right factors."""
+    nodes = list(factors().values())
+    for _ in range(data.draw(st.integers(3, 14))):
+        pick = st.sampled_from(nodes[-6:])  # deep graphs, whose values are overwritten soon
+        nodes.append(node(data.draw(st.sampled_from(SMOOTH)), data.draw(pick), data.draw(pick)))
+    table = torch.linspace(-1, 1, SHAPE[1], dtype=torch.float64)
+    env = environment(0, torch.float64)
+    env |= {name: env[name] / 16 for name in ("score", "grad")}
+    all_values: dict[Node, Tensor] = {}
+    (wanted,) = evaluate(nodes[-1:], env, [table], torch.float64, memo=all_values)
+    largest = max(float(t.double().abs().max()) for t in all_values.values())
+    (found,) = Values().evaluate(nodes[-1:], env, spent, [table], torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 * largest)
+
+
 def test_a_linear_score_mod_allocates_nothing_of_a_tiles_size() -> None:
     slope = load(0, F32, [arg("h")])
     distance = cast(build("sub", arg("q"), arg("kv")), F32)
