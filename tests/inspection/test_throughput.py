@@ -87,6 +87,7 @@ def test_the_backward_has_five_products_and_two_steps() -> None:
         backward_block_clocks(Variant(), SM100, head_dim=256)
 
 
+@pytest.mark.exhaustive
 def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
     """A full block of a CTA pair takes at most 1.1 x its tensor core clocks at head dim 128."""
     found = forward_block_clocks(Variant(), SM100, head_dim=128)
@@ -159,6 +160,7 @@ def test_explain_shows_the_kernel() -> None:
     assert "blocks of 256 x 128: one CTA: predicted" in text  # 512 rows are one tile of a pair
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_128_have_backwards_of_one_cta() -> None:
     blocks = masks.block_diagonal(128)
     found = explain(None, blocks, q_len=2048, head_dim=128, arch="sm_100a").backward_block_clocks

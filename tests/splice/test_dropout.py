@@ -144,6 +144,7 @@ def test_rows_without_keys_and_masks_by_element() -> None:
     check(draw(0, 140, heads=3), mask=lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9))
 
 
+@pytest.mark.exhaustive
 def test_split_rows_and_a_sink() -> None:
     """Parts of a row are dropped and scaled before they are combined."""
     sink = torch.tensor([0.5])

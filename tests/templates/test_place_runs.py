@@ -54,6 +54,7 @@ def test_blackwell(name: str) -> None:
     checked(name, BLACKWELL)
 
 
+@pytest.mark.exhaustive
 def test_wide_heads() -> None:
     checked("documents", HOPPER, dims=(256, 256))
 
@@ -63,10 +64,12 @@ def test_in_all_orders(backend: str) -> None:
     checked("documents", backend, "check", masks.sliding_window(150), heads=(2, 1))
 
 
+@pytest.mark.exhaustive
 def test_two_ctas_share_a_tile() -> None:
     checked("blocks", BLACKWELL, dims=(128, 128))
 
 
+@pytest.mark.exhaustive
 def test_the_same_bits_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "documents"
     mod, shape = MODS[name]

@@ -52,10 +52,13 @@ def test_gradients(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "mask"),
-    [
-        ({"dims": (128, 128), "batch": (2, 2)}, CAUSAL),
-        ({"heads": (2, 1), "dtype": FP16}, masks.sliding_window(70)),  # shared dK and dV
-    ],
+    sampled(
+        [
+            ({"heads": (2, 1), "dtype": FP16}, masks.sliding_window(70)),  # shared dK and dV
+            ({"dims": (128, 128), "batch": (2, 2)}, CAUSAL),
+        ],
+        2,
+    ),
 )
 def test_in_all_orders(sizes: dict[str, Any], mask: Any) -> None:
     checked("types", "check", mask, **sizes)
@@ -71,7 +74,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Mod], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(OTHERS))
+@pytest.mark.parametrize("name", sampled([(n,) for n in OTHERS], 3))
 def test_other_tables_are_summed_by_threads(name: str) -> None:
     assert not in_mma(*OTHERS[name], 64)
 
@@ -104,13 +107,19 @@ def test_mean_run() -> None:
     assert mean_run(index, [0 * t for t in tensors], LENGTH, ids.device) == LENGTH
 
 
-def test_other_calls_sum_by_threads() -> None:
+CALLS: list[tuple[int, dict[str, Any]]] = [
+    (64, {"deterministic": True}),
+    (192, {}),
+    (64, {"dropout_p": 0.5}),
+    (64, {"normalization": "sigmoid"}),
+    (64, {"backend": "emulate:sm_100a"}),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "options"), sampled(CALLS, 5))
+def test_other_calls_sum_by_threads(head_dim: int, options: dict[str, Any]) -> None:
     mod, shape = MODS["types"]
-    assert not in_mma(mod, shape, 192)
-    assert not in_mma(mod, shape, 64, deterministic=True)
-    assert not in_mma(mod, shape, 64, dropout_p=0.5)
-    assert not in_mma(mod, shape, 64, normalization="sigmoid")
-    assert not in_mma(mod, shape, 64, "emulate:sm_100a")
+    assert not in_mma(mod, shape, head_dim, **options)
 
 
 def backward_source(

@@ -129,6 +129,7 @@ def test_other_results(options: dict[str, Any]) -> None:
         close(f"result {i}", ours, exact, dense)
 
 
+@pytest.mark.exhaustive
 def test_dropout_drops_what_torch_operators_drop() -> None:
     query, key, value = draw(140, dims=WIDE, heads=(1, 1))
     found = []
