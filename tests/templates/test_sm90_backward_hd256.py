@@ -17,7 +17,7 @@ from attnkit import create_block_mask, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.jit import emulation, kernel
+from attnkit.jit import dsl_runtime, emulation, kernel
 from attnkit.splice.sm90_backward import block_kv, widths
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from tests.sampling import crossed, sampled
@@ -135,16 +135,12 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-SPILLED = {("plain", (256, 256)): 8}  # bytes, by CUDA 12's assembler; by CUDA 13's none
+# What is known to spill, by assembler: 8 bytes.
+SPILLS = {("plain", (256, 256)): "cu12"}
 
 
-def clean(
-    variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed: bool, spilled: int = 0
-) -> None:
-    """Check that the main kernel of a backward spills no registers and serialises no products.
-
-    `spilled` is the number of bytes that it may spill.
-    """
+def clean(variant: tuple[Any, Any], dims: tuple[int, int], shared: int, *, fixed: bool) -> None:
+    """Check that the main kernel of a backward spills no registers and serialises no products."""
     shapes = ((HEADS, dims[0]), (HEADS // shared, dims[0]), (HEADS // shared, dims[1]))
     qkv = [
         torch.zeros(1, h, LENGTH, d, dtype=torch.bfloat16, requires_grad=True) for h, d in shapes
@@ -156,8 +152,8 @@ def clean(
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
     found = kernel.kernel(source)
-    assert max(s.stack for s in found.stats) <= spilled
-    assert not [p for p in found.artifact.problems if not spilled or "are spilled" not in p]
+    assert found.artifact.problems == ()
+    assert [s.stack for s in found.stats] == [0]
 
 
 @pytest.mark.assembled
@@ -165,8 +161,12 @@ def clean(
     ("name", "dims"),
     sampled([(n, d) for n in VARIANTS for d in ((192, 192), (256, 256))], 7),
 )
-def test_no_spills_and_no_serialised_products(name: str, dims: tuple[int, int]) -> None:
-    clean(VARIANTS[name](), dims, 1, fixed=False, spilled=SPILLED.get((name, dims), 0))
+def test_no_spills_and_no_serialised_products(
+    name: str, dims: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    if SPILLS.get((name, dims)) in dsl_runtime.library().parts:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="8 bytes are spilled"))
+    clean(VARIANTS[name](), dims, 1, fixed=False)
 
 
 @pytest.mark.assembled

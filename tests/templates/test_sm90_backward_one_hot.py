@@ -13,7 +13,7 @@ from attnkit import flex_attention, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.jit import emulation, kernel
+from attnkit.jit import dsl_runtime, emulation, kernel
 from attnkit.splice import backward_call
 from attnkit.splice.class_sums import mean_run
 from attnkit.tracing.guards import trace_cached
@@ -150,12 +150,8 @@ def in_mma(*arguments: Any, **options: Any) -> bool:
 def test_no_spills_and_no_serialised_products(
     head_dim: int, request: pytest.FixtureRequest
 ) -> None:
+    if head_dim == 128 and "cu13" in dsl_runtime.library().parts:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="72 bytes are spilled"))
     found = kernel.kernel(backward_source(*MODS["types"], head_dim))
-    problems = list(found.artifact.problems)
-    if request.config.getoption("--dsl-libraries") == "cu13" and head_dim == 128:
-        # CUDA 13's assembler has 18 registers too few here
-        assert [s.stack for s in found.stats] <= [72]
-        problems = [p for p in problems if "registers are spilled" not in p]
-    else:
-        assert [s.stack for s in found.stats] == [0]
-    assert problems == []
+    assert found.artifact.problems == ()
+    assert [s.stack for s in found.stats] == [0]
