@@ -38,7 +38,7 @@ class Number(NamedTuple):
 
     @property
     def constant(self) -> Node:
-        """Return the argument."""
+        """Return the constant node that holds the number."""
         return self.user.args[self.at]
 
     @property
@@ -53,12 +53,12 @@ class Number(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Return the operation that takes `value`."""
+        """Return the operation that replaces the user's, with `value` as its argument."""
         return "mul" if self.inverted else "add" if self.negated else self.user.op
 
     @property
     def value(self) -> int | float:
-        """Return the number as its table has it."""
+        """Return the value that a table stores: the number, its reciprocal or its negative."""
         value = self.constant.attr
         assert isinstance(value, int | float)
         return 1.0 / value if self.inverted else -value if self.negated else value

@@ -177,7 +177,7 @@ def score_form(
 
 
 def number_facts(form: ScoreForm, tables: frozenset[int]) -> NumberFacts:
-    """Return the facts of a form with constants, for the graph that reads them from `tables`."""
+    """Return what the kernel may assume of numbers that it reads from `tables`."""
     return NumberFacts(form.ceiling, form.positive, tables)
 
 

@@ -74,9 +74,9 @@ _INTO: dict[str, Callable[..., Tensor]] = {
 
 @functools.lru_cache(maxsize=1024)
 def _products(roots: tuple[Node, ...]) -> dict[Node, Node]:
-    """Return the products that a sum or difference may compute itself, by the node that does.
+    """Find products that are computed together with the sum that adds them, by that sum.
 
-    Nothing else reads such a product. A difference subtracts it.
+    Nothing else reads such a product. A sum may be a difference that subtracts the product.
     """
     nodes = ir.topo(*roots)
     readers = Counter(argument for n in nodes for argument in n.args)
@@ -94,7 +94,7 @@ caches.register(_products.cache_clear)
 
 @functools.lru_cache(maxsize=1024)
 def _last_readers(roots: tuple[Node, ...]) -> dict[Node, tuple[Node, ...]]:
-    """Return, for each node, what it reads that neither a later node nor a root is or reads.
+    """Return, for each node, the values that it reads and no later node does, roots excepted.
 
     The factors of a product of `_products` are read by the node that computes it.
     """
@@ -119,7 +119,7 @@ caches.register(_last_readers.cache_clear)
 
 @dataclass(frozen=True)
 class _Factors:
-    """Holds the arguments of a product that its reader computes."""
+    """Holds the factors of a product that is not computed yet."""
 
     values: Sequence[Tensor]
 

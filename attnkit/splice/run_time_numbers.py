@@ -127,7 +127,7 @@ def _tensors(
 
 
 class Kernels(Protocol):
-    """Protocol of what `kernels_for` builds from graphs."""
+    """Describes the kernels that `kernels_for` builds from graphs; they are not compiled yet."""
 
     @property
     def sources(self) -> Sources:

@@ -238,7 +238,7 @@ class _Search:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """Return what else `cases` draws."""
+        """Return which options of a call `cases` draws besides sizes and dtypes."""
         extras = self.reference is None
         return {"sinks": extras, "statistics": extras, "normalization": self.normalization}
 

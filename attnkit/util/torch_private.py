@@ -219,7 +219,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 def _with_twins(
     guard: Callable[..., bool], count: int, firsts: list[int], twins: list[tuple[int, int]]
 ) -> Callable[..., bool]:
-    """Return a guard of `count` tensors, among which pairs of places have the same tensor.
+    """Return a guard of `count` tensors, some of which are the same tensor.
 
     Args:
         guard: guard of the distinct tensors.

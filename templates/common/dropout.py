@@ -80,7 +80,7 @@ class DropoutState:
     def collected(
         self, count: int, odd: Any, places: tuple[tuple[int, int], ...], at: Any
     ) -> tuple[Any, Any]:
-        """Return bits of two words of each of `count` calls, every other call from another lane.
+        """Return random bits of `count` Philox calls; the lane makes half of them, another lane the rest.
 
         All lanes of a warp must call it. Each result is an Int32 that is a compared word of call g
         after a left shift by g.

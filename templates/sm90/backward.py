@@ -671,7 +671,7 @@ class Backward:
         return Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
 
     def q_block(self, tile_idx: Int32, note: Any, out: Outputs) -> Any:
-        """Return the q block of the dQ that `note` is for, in a work tile."""
+        """Return the index, in its work tile, of the q block whose dQ `note` describes."""
         return cutlass.max((note[0] - self.first_chunk(tile_idx, out)) // 2, Int32(0))
 
     def first_chunk(self, tile_idx: Int32, out: Outputs) -> Any:

@@ -304,7 +304,7 @@ class BackwardHd256Roles(BackwardHd256):
         captured: list,
         problem: Problem,
     ):
-        """Run consumer `wg`: the MMAs, P or dS, and the epilogue of each work tile."""
+        """Run a consumer warpgroup: its MMAs, P or dS, and the epilogue of each work tile."""
         c, p, info, load = self.config, problem, smem.info, bars.load
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

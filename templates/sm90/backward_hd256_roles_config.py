@@ -25,7 +25,7 @@ class Hd256RolesConfig(Hd256Config):
 
     @property
     def rounded(self) -> bool:
-        """Whether dS is computed from P rounded to `dtype`, in which P passes between consumers."""
+        """Whether P is rounded to `dtype` before dS is computed from it."""
         return True
 
     @property

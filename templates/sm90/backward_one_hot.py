@@ -163,7 +163,7 @@ class OneHot:
 
     @cute.jit
     def add(self, sums: ClassSums, places: list, some: cutlass.Boolean):
-        """Add the sums of a q block at `places` in memory, if `some` is set.
+        """Add the sums of a q block to the table's gradient at offsets `places`, if `some` is True.
 
         If all rows of a warp have the same entries, it adds their sums only. At the end all warps
         have read the one-hot matrix, so that dQ may be staged in its memory.

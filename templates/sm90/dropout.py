@@ -83,7 +83,7 @@ class BackwardDropout:
             self._words = words[0], words[1]
 
     def keep_words(self, to: cute.Tensor) -> None:
-        """Copy the random bits to registers, int32 [2], for another object."""
+        """Copy the random bits to registers, int32 [2], so that they need not be drawn again."""
         to[0], to[1] = self._words
 
     def dp(self, i: int, low: Any, high: Any) -> tuple[Any, Any]:

@@ -48,7 +48,7 @@ class Hd512Epilogue(Epilogue):
         place: PartPlace,
         r: cutlass.Constexpr,
     ):
-        """Write the results of row `r` if this is the first part, see `Epilogue`."""
+        """Write LSE and statistics of row `r`, if this CTA has the first part of the value columns."""
         if place.part == 0:
             Epilogue._write_row(self, results, value, statistics, place, r)
 
