@@ -135,8 +135,10 @@ class _Writer:
             "torch.nn.functional.softplus({a})", "torch.where({t}, {a}, {b})",
             "torch.where({a} > {x}, {a}, {b})", "torch.maximum({a}, {b})", "({a}).clamp(-{x}, {x})",
             "({a}).abs()", "({a} / (1 + ({b}).abs()))", "torch.erf({a})",
-            "torch.atan2({a}, {b})", "torch.erfinv(torch.tanh({a}) * 0.9)", "(({a}) * torch.tanh({b}).detach())",
-            "torch.lgamma(({a}).abs() + 0.5)", "torch.asin(torch.tanh({a}))", "torch.hypot({a}, ({b}).abs() + {x})",
+            "torch.atan2({a}, {b})", "(({a}) * torch.tanh({b}).detach())",
+            # 0.9, because both derivatives are infinite at 1 and tanh may or may not round to 1
+            "torch.erfinv(torch.tanh({a}) * 0.9)", "torch.asin(torch.tanh({a}) * 0.9)",
+            "torch.lgamma(({a}).abs() + 0.5)", "torch.hypot({a}, ({b}).abs() + {x})",
             "torch.exp2(-({a}).abs())",
             "torch.rsqrt(({a}).abs() + {x})",
         )  # fmt: skip
