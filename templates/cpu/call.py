@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import BlockRuns
@@ -131,9 +132,13 @@ class Call:
 def exponential(s: Tensor, shift: Tensor, factor: float) -> Tensor:
     """Compute exp((s - shift) * factor) in place and return `s`.
 
-    It uses torch's exp2, which is faster than exp.
+    It uses torch's exp2, which is faster than exp. Results below tiny / eps are 0, far below the
+    rounding error of a row. Their products with values and gradients would be subnormal numbers,
+    which slow down a matrix product several times on most CPUs.
     """
-    return s.sub_(shift).mul_(factor * math.log2(math.e)).exp2_()
+    limit = torch.finfo(s.dtype)
+    s.sub_(shift).mul_(factor * math.log2(math.e))
+    return F.threshold_(s, math.log2(limit.tiny / limit.eps), -math.inf).exp2_()
 
 
 def finite(peak: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnkit
 from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from attnkit.templates import cpu
 from attnkit.templates.cpu import Tile
@@ -230,3 +231,18 @@ def test_strips_are_planned_once_per_runs() -> None:
     del runs
     gc.collect()
     assert len(plans) == count - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_weights_are_zero(dtype: torch.dtype) -> None:
+    """No weight is a subnormal number, because matrix products with many of them are slow."""
+    length = 800  # exp(-800) is 0 in float64 too
+    distance = -torch.arange(length, dtype=dtype)
+    query, key = torch.zeros(2, 1, 1, length, 8, dtype=dtype)
+    value = torch.eye(length, dtype=dtype)[None, None]  # the output is the weights
+    value.requires_grad_()
+    weights = attnkit.flex_attention(query, key, value, lambda s, b, h, q, kv: s + distance[kv])
+    assert ((weights == 0) | (weights >= torch.finfo(dtype).tiny)).all()
+    torch.testing.assert_close(weights[0, 0], distance.softmax(-1).expand(length, length))
+    (dvalue,) = torch.autograd.grad(weights[..., 0].sum(), value)
+    assert ((dvalue == 0) | (dvalue >= torch.finfo(dtype).tiny)).all()
