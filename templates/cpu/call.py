@@ -21,6 +21,7 @@ ROWS = 128  # queries per strip: fewer waste less at the mask's edges, more amor
 STACKED = 1024  # maximum rows per unit, over all its (b, h)
 PAIRS = 16  # maximum number of (b, h) per unit
 COLUMNS = 1 << 23  # maximum elements of key and value that a chunk copies
+CONVERTED = 1 << 26  # maximum elements of key and value that are converted as a whole
 
 
 class Workspace:
@@ -44,7 +45,8 @@ class Workspace:
 class Call:
     """Holds the inputs of a call and the dtype of its arithmetic.
 
-    `index` is an int32 arange, from which positions are sliced.
+    `key` and `value` may have that dtype already. `index` is an int32 arange, from which positions
+    are sliced.
     """
 
     query: Tensor
@@ -69,6 +71,11 @@ class Call:
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         longest = max(*query.shape[:3], key.shape[2], ROWS, WIDTH)
         index = torch.arange(longest, dtype=torch.int32, device=query.device)
+        if query.shape[2] > ROWS and key.numel() + value.numel() <= CONVERTED:
+            # once, because several strips read a column
+            own_value = None if value is key else value.to(dtype)
+            key = key.to(dtype)
+            value = key if own_value is None else own_value
         return Call(query, key, value, runs, hooks, scale, dtype, index)
 
     def walk(self, scores: int, pairs: int = PAIRS) -> Iterator[tuple[Unit, Chunk, list[Keep]]]:

@@ -93,7 +93,7 @@ def column_sums_backward(
         if chunk.first:
             rows = Rows(call, unit, chunk, lse)
         shared.enter(unit)
-        k = unit.columns(key, chunk, call.dtype)
+        k = unit.columns(call.key, chunk, call.dtype)
         ds = rows.weights(call, unit, chunk, keeps, work[0])
         spread = unit.spread(ds, chunk)
         wanted = _columns(grad, unit, chunk)

@@ -2,8 +2,9 @@
 
 Without a softmax the modified scores are the weights of the values, which are summed alone.
 
-All arithmetic between input and output is float32 (float64 for float64 inputs). 16-bit matrix
-products would be less exact and gain little on CPUs without matrix units.
+All arithmetic between input and output is float32 (float64 for float64 inputs). On CPUs with matrix
+units 16-bit products would be faster, but torch rounds their results to 16 bits on a CPU, which
+would be less exact.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def forward(
         if chunk.spans:
             s = modified_scores(call, unit, chunk, keeps, q, space)
             survivors = call.survivors(unit, chunk, s)
-            softmax.add(s, unit.columns(value, chunk, call.dtype), survivors)
+            softmax.add(s, unit.columns(call.value, chunk, call.dtype), survivors)
         if chunk.last:
             here = (unit.batch, unit.head, chunk.rows)
             sink = None if hooks.sink is None else hooks.sink[unit.head].view(1, -1, 1)
