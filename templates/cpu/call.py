@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnkit.sparsity.block_runs import BlockRuns
@@ -145,7 +144,7 @@ def exponential(s: Tensor, shift: Tensor, factor: float) -> Tensor:
     """
     limit = torch.finfo(s.dtype)
     s.sub_(shift).mul_(factor * math.log2(math.e))
-    return F.threshold_(s, math.log2(limit.tiny / limit.eps), -math.inf).exp2_()
+    return torch.threshold_(s, math.log2(limit.tiny / limit.eps), -math.inf).exp2_()
 
 
 def finite(peak: Tensor) -> Tensor:
