@@ -34,7 +34,7 @@ class Counting:
         return gpu_timing.Reading(prepared, None)
 
 
-@pytest.fixture(params=["with transformers", "without"])
+@pytest.fixture(params=[pytest.param("with transformers", marks=pytest.mark.exhaustive), "without"])
 def run(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., list[dict[str, Any]]]:

@@ -114,7 +114,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], i
         yield count
 
 
-@pytest.mark.parametrize("name", sampled([(name,) for name in MODS if name != "none"], 4))
+@pytest.mark.parametrize("name", sampled([(name,) for name in MODS if name != "none"], 9))
 def test_estimates_are_of_the_size_of_the_machine_code(
     name: str, code: Callable[[str], int]
 ) -> None:

@@ -218,6 +218,7 @@ def test_a_test_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # ------------------------------------------------------------------------------- the test itself
 
 
+@pytest.mark.exhaustive  # the next test compiles the same kernels and finds a fault in their output
 def test_right_kernels_pass() -> None:
     assert examine("emulate:sm_100a", CPU, EXAMPLES[1:2]) is None
 

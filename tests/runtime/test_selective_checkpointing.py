@@ -19,6 +19,7 @@ from attnkit import flex_attention, masks
 from attnkit.runtime import torch_ops
 from attnkit.runtime.compile import op
 from attnkit.util.torch_private import is_intercepted
+from tests.sampling import crossed
 
 LENGTH = 40
 
@@ -89,8 +90,7 @@ def check(call: Callable[[Tensor], Tensor], block: Block, runs: list[str], count
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize(("saving", "backend"), crossed(SAVING, [None, "aot_eager", "inductor"]))
 def test_a_policy_that_saves_attention(saving: Any, backend: str | None, runs: list[str]) -> None:
     block = Block()
     contexts = functools.partial(create_selective_checkpoint_contexts, saving)

