@@ -63,7 +63,8 @@ from attnkit.templates.sm90.forward_producer import (
     record_of,
 )
 from attnkit.templates.sm90.pair_table import in_shared_memory
-from attnkit.templates.sm90.softmax import RowState, Softmax, TileValues
+from attnkit.templates.sm90.scores import Scores, TileValues
+from attnkit.templates.sm90.softmax import RowState, Softmax
 
 PRODUCER_WARP, SCHEDULER_WARP, CLEARING_WARP = 0, 1, 2
 
@@ -113,7 +114,8 @@ class Forward:
         self.dtype = device.DTYPES[config.dtype]
         self.scheduler = TileScheduler()
         self.producer = Producer(config, hooks)
-        self.softmax = Softmax(config, hooks)
+        self.scores = Scores(config, hooks)
+        self.softmax = Softmax(config, hooks, self.scores)
         self.epilogue = Epilogue(config, hooks)
 
     # ------------------------------------------------------------------------------------ host
@@ -361,18 +363,18 @@ class Forward:
             site, place = self._place(work, thread, captured, scalars)
             if const_expr(c.pair_table):
                 site = in_shared_memory(self.hooks, site, tables, wg)
-            tile = self.softmax.begin_tile(site, first_column, place.row, results.lse.shape[1])
+            tile = self.scores.begin_tile(site, first_column, place.row, results.lse.shape[1])
             q_tile = wg + c.warpgroups * q_stage
             mma.acc_o.fill(0.0)
             state.reset()
             if const_expr(not c.chained):
                 kv_block = self.first_scores(kv_pos, q_tile, consumer)
-            block = self.softmax.block_values(tile, kv_block, True, cute.size(mma.acc_s))
-            base = self.softmax.apply_score_mod(tile, block, mma.acc_s)
+            block = self.scores.block_values(tile, kv_block, True, cute.size(mma.acc_s))
+            base = self.scores.apply_score_mod(tile, block, mma.acc_s)
             if num_masked != 0:
-                self.softmax.apply_mask(self.softmax.mask_bits(tile, kv_block, True), mma.acc_s)
+                self.scores.apply_mask(self.scores.mask_bits(tile, kv_block, True), mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
-            drop_forward(self.softmax.dropout_words(tile, block.start), mma.p_now)
+            drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -400,11 +402,11 @@ class Forward:
             # Read the record again, which saves registers in the mainloop.
             work = Work.read(smem.info, record_of(tile_idx - 1))
             site, place = self._place(work, thread, captured, scalars)
-            lse_terms = self.softmax.lse_terms(site, place.row)
+            lse_terms = self.scores.lse_terms(site, place.row)
             sink = self.softmax.sink(site, work.split_slot)
             # overlaps with the MMAs in flight
             self.epilogue.write_rows(
-                self.softmax.factor(tile), lse_terms, sink, state, results, place
+                self.scores.factor(tile), lse_terms, sink, state, results, place
             )
             self.softmax.scale_survivors(captured, state)
             warpgroup.wait_group(0)
@@ -480,25 +482,26 @@ class Forward:
             tile: values of the work tile.
             consumer: state of the thread.
         """
-        softmax, mma, state, bars = self.softmax, consumer.mma, consumer.state, consumer.bars
+        scores, softmax = self.scores, self.softmax
+        mma, state, bars = consumer.mma, consumer.state, consumer.bars
         warpgroup_idx, count = consumer.thread.warpgroup, cute.size(mma.acc_s)
         k_stage, v_stage = bars.k.stage(kv_pos), bars.v.stage(kv_pos - 1)
         cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
         kv_block = consumer.smem.info[k_stage]
-        bits = softmax.mask_bits(tile, kv_block, masked)
+        bits = scores.mask_bits(tile, kv_block, masked)
         pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
-            block = softmax.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, masked, count)
         # P V waits for Q K, so that random bits are drawn in the meantime if registers allow it
         words = None
         if self.config.chained:
-            words = softmax.dropout_words(tile, softmax.first_column(tile, kv_block))
+            words = scores.dropout_words(tile, scores.first_column(tile, kv_block))
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
-            block = softmax.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, masked, count)
         self._pass_turn(warpgroup_idx)
         warpgroup.wait_group(1)  # S is complete; P V may still run
         mma.release_k(bars.k, k_stage)
@@ -506,7 +509,7 @@ class Forward:
         p_next = mma.p_next if self.config.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
         if self.config.double_buffer_p and not self.config.chained:  # before the wait
-            words = softmax.dropout_words(tile, block.start)
+            words = scores.dropout_words(tile, block.start)
         if self.config.exp_before_wait:
             keep_exponentials_here(state)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
@@ -516,7 +519,7 @@ class Forward:
         else:
             self.epilogue.pack(mma.acc_s, mma.p_now)
             if not self.config.chained:
-                words = softmax.dropout_words(tile, block.start)
+                words = scores.dropout_words(tile, block.start)
         drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
 
@@ -527,7 +530,7 @@ class Forward:
         first_row = work.q_block * self.config.block_q
         row = first_row + thread.warpgroup * WARPGROUP_ROWS + thread.row
         tile_row = thread.warpgroup * WARPGROUP_ROWS + thread.row
-        site = self.softmax.site(captured, work.batch, work.head, scalars, first_row)
+        site = self.scores.site(captured, work.batch, work.head, scalars, first_row)
         return site, RowPlace(row, tile_row, work, thread.lane)
 
     def _pass_turn(self, warpgroup: Int32) -> None:

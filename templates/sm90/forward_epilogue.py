@@ -24,7 +24,8 @@ from attnkit.templates.sm90.config import (
 from attnkit.templates.sm90.forward_barriers import epilogue_sync
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import Work
-from attnkit.templates.sm90.softmax import ROW_STEP, ROWS, RowState, row_of
+from attnkit.templates.sm90.scores import ROW_STEP, ROWS, row_of
+from attnkit.templates.sm90.softmax import RowState
 
 VECTOR = 8  # elements of 16 bytes
 QUAD = 4  # lanes that hold a row of an accumulator

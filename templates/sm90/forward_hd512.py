@@ -59,7 +59,8 @@ from attnkit.templates.sm90.forward_producer import (
     WorkTile,
     record_of,
 )
-from attnkit.templates.sm90.softmax import RowState, Softmax, TileValues
+from attnkit.templates.sm90.scores import Scores, TileValues
+from attnkit.templates.sm90.softmax import RowState, Softmax
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class ForwardHd512:
         self.dtype = device.DTYPES[config.dtype]
         self.scheduler = TileScheduler(config.value_parts)
         self.producer = Hd512Producer(config, hooks)
-        self.softmax = Softmax(config, hooks)
+        self.scores = Scores(config, hooks)
+        self.softmax = Softmax(config, hooks, self.scores)
         self.epilogue = Hd512Epilogue(config, hooks)
 
     # ------------------------------------------------------------------------------------ host
@@ -304,16 +306,16 @@ class ForwardHd512:
             num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
             num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(record, consumer, captured, scalars)
-            tile = self.softmax.begin_tile(site, first_column, place.row, results.lse.shape[1])
+            tile = self.scores.begin_tile(site, first_column, place.row, results.lse.shape[1])
             mma.acc_o.fill(0.0)
             state.reset()
             kv_block = self.first_scores(kv_pos, consumer)
-            block = self.softmax.block_values(tile, kv_block, True, cute.size(mma.acc_s))
-            base = self.softmax.apply_score_mod(tile, block, mma.acc_s)
+            block = self.scores.block_values(tile, kv_block, True, cute.size(mma.acc_s))
+            base = self.scores.apply_score_mod(tile, block, mma.acc_s)
             if num_masked != 0:
-                self.softmax.apply_mask(self.softmax.mask_bits(tile, kv_block, True), mma.acc_s)
+                self.scores.apply_mask(self.scores.mask_bits(tile, kv_block, True), mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
-            drop_forward(self.softmax.dropout_words(tile, block.start), mma.p_now)
+            drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
@@ -331,11 +333,11 @@ class ForwardHd512:
             tile_idx += 1
             # Read the record again, which saves registers in the mainloop.
             site, place = self._place(record_of(tile_idx - 1), consumer, captured, scalars)
-            lse_terms = self.softmax.lse_terms(site, place.row)
+            lse_terms = self.scores.lse_terms(site, place.row)
             sink = self.softmax.sink(site, place.work.split_slot)
             # overlaps with the MMAs in flight
             self.epilogue.write_rows(
-                self.softmax.factor(tile), lse_terms, sink, state, results, place
+                self.scores.factor(tile), lse_terms, sink, state, results, place
             )
             self.softmax.scale_survivors(captured, state)
             warpgroup.wait_group(0)
@@ -365,27 +367,28 @@ class ForwardHd512:
             tile: values of the work tile.
             consumer: state of the thread.
         """
-        c, softmax, mma, state = self.config, self.softmax, consumer.mma, consumer.state
+        c, scores, softmax = self.config, self.scores, self.softmax
+        mma, state = consumer.mma, consumer.state
         count = cute.size(mma.acc_s)
         kv_block = self.wait_block(kv_pos, consumer)
-        bits = softmax.mask_bits(tile, kv_block, masked)
+        bits = scores.mask_bits(tile, kv_block, masked)
         warpgroup.fence()
         self.issue_qk(kv_pos, consumer)
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
-            block = softmax.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, masked, count)
         self.issue_pv(kv_pos - 1, 0, consumer)
         warpgroup.wait_group(1)  # S is complete
         self.release_k(kv_pos, c.k_chunks - 1, consumer)
         for j in range(1, c.v_chunks):
             self.issue_pv(kv_pos - 1, j, consumer)
         if not self.hooks.prefetches:
-            block = softmax.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, masked, count)
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if c.double_buffer_p else None
         softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
         words = None
         if c.double_buffer_p:  # before the wait; without registers for that, after it
-            words = softmax.dropout_words(tile, block.start)
+            words = scores.dropout_words(tile, block.start)
         if c.exp_before_wait:
             keep_exponentials_here(state)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
@@ -394,7 +397,7 @@ class ForwardHd512:
             mma.advance_p()
         else:
             self.epilogue.pack(mma.acc_s, mma.p_now)
-            words = softmax.dropout_words(tile, block.start)
+            words = scores.dropout_words(tile, block.start)
         drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
 
@@ -476,5 +479,5 @@ class ForwardHd512:
             part = info[record + WorkTile.VALUE_PART]
         first_row = work.q_block * self.config.block_q
         tile_row = thread.warpgroup * WARPGROUP_ROWS + thread.row
-        site = self.softmax.site(captured, work.batch, work.head, scalars, first_row)
+        site = self.scores.site(captured, work.batch, work.head, scalars, first_row)
         return site, PartPlace(first_row + tile_row, tile_row, work, thread.lane, part)
