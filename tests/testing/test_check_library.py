@@ -8,6 +8,7 @@ import pytest
 
 from attnkit import masks, mods
 from attnkit.testing import check_variant
+from tests.sampling import sampled
 
 LENGTH = 48
 CALLS = 3  # per variant; `attnkit check masks:name` draws more
@@ -23,12 +24,12 @@ PAIRS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", sampled([(name,) for name in MASKS], 2))
 def test_mask(name: str) -> None:
     assert check_variant(None, MASKS[name].mask, examples=CALLS).ok
 
 
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", sampled([(name,) for name in MODS], 2))
 def test_mod(name: str) -> None:
     example = MODS[name]
     report = check_variant(example.mod, examples=CALLS)
