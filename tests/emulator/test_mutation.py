@@ -9,9 +9,10 @@ pytest.importorskip("cutlass")
 from attnkit import emulator
 from tests.emulator.cases import CASES
 from tests.emulator.mutation import FAULTS, equivalent, mutants, study
+from tests.sampling import sampled
 
 
-@pytest.mark.parametrize("which", CASES)
+@pytest.mark.parametrize("which", sampled([(name,) for name in CASES], 2))
 def test_faults_are_caught_and_correct_kernels_are_not_reported(which: str) -> None:
     exe, args, wrong = CASES[which]()
     rows = study(exe, args, wrong)

@@ -25,7 +25,6 @@ from attnkit.schedule.work_list import full_runs
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 from attnkit.splice.sm100_tiles import clocks_of, total
 from attnkit.tracing.guards import trace_cached
-from tests.sampling import sampled
 
 CPU = torch.device("cpu")
 
@@ -100,7 +99,8 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
 SCORES = {"none": None, "alibi": mods.alibi(1), "softcap": mods.softcap(20.0)}
 
 
-@pytest.mark.parametrize("name", sampled([(name,) for name in SCORES], 3))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SCORES)
 def test_pairs_need_fewer_clocks_a_block(name: str) -> None:
     """The clocks that select the kernel are within a quarter of the predicted ones."""
     score: Any = SCORES[name]

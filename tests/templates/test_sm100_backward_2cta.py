@@ -104,7 +104,7 @@ def test_no_spilled_registers() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *sampled([("head",), ("column",), ("row",), ("relative",), ("two",)], 2),
+        *sampled([("head",), ("column",), ("row",), ("relative",), ("two",)], 4),
         pytest.param("number", marks=pytest.mark.exhaustive),  # summed as those of a head are
     ],
 )

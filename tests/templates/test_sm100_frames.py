@@ -45,7 +45,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
             ("backward", "one", "mods:log_relu"),
             ("backward", "pair", "masks:causal/bottom-right"),
         ],
-        4,
+        8,
     ),
 )
 def test_no_stack_frame(frames: Any, direction: str, ctas: str, variant: str) -> None:
@@ -66,7 +66,7 @@ def test_no_stack_frame(frames: Any, direction: str, ctas: str, variant: str) ->
             ((64, 64), "bfloat16", "one", "backward", "mods:distance_decay/power"),
             ((64, 64), "float16", "one", "backward", "mods:distance_decay/power"),
         ],
-        3,
+        4,
     ),
 )
 def test_no_stack_frame_at_other_head_dims(
@@ -77,6 +77,7 @@ def test_no_stack_frame_at_other_head_dims(
     assert [(r["pair"], r["stack"]) for r in frames.run(job)] == [(ctas == "pair", 0)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.assembled
 def test_no_stack_frame_in_a_fixed_order(frames: Any) -> None:
     job = frames.Job(
