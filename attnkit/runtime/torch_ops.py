@@ -164,6 +164,23 @@ def fake_gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), captured
 
 
+def with_fake_strides(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy gradients of captured tensors whose strides are not those that the fake operator gives.
+
+    A compiled graph is made with the fake strides. It may hold a `view` of a gradient that no other
+    strides allow.
+
+    Args:
+        gradients: one for each tensor; one that is not needed is empty and stays as it is.
+        tensors: the captured tensors.
+    """
+    likes = [torch.empty_like(t, device="meta") for t in tensors]
+    return [
+        g if g.shape != t.shape or g.stride() == like.stride() else torch.empty_like(t).copy_(g)
+        for g, t, like in zip(gradients, tensors, likes, strict=True)
+    ]
+
+
 def operator_tensors(
     grads: tuple[Tensor | None, Tensor | None, Tensor | None], saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:

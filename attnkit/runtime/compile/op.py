@@ -259,7 +259,8 @@ class OperatorCall:
     ) -> list[Tensor]:
         """Return the gradients of the operator's tensors `scores` from those that are read.
 
-        The gradient of a tensor that is not read is zero. Those that are not needed are empty.
+        The gradient of a tensor that is not read is zero. Those that are not needed are empty. The
+        strides are those of the fake operator.
         """
         gradients = [
             torch.zeros_like(t) if need else t.new_empty(0)
@@ -267,7 +268,7 @@ class OperatorCall:
         ]
         for i, gradient in zip(self.read, found, strict=True):
             gradients[i] = gradient
-        return gradients
+        return torch_ops.with_fake_strides(gradients, scores)
 
 
 def prepared_call(own: OperatorInputs) -> OperatorCall:
@@ -389,7 +390,8 @@ def _attention_backward(
     if kernel_call is not None:
         rows = (entropy, grad_entropy) if grad_entropy.numel() else None
         inputs = BackwardInputs.of(own.forward, (out, lse), grads, needs_grad, rows)
-        return torch_ops.gradients(kernel_call, inputs)
+        dquery, dkey, dvalue, found = torch_ops.gradients(kernel_call, inputs)
+        return dquery, dkey, dvalue, torch_ops.with_fake_strides(found, own.scores)
     call = prepared_call(own)
     prepared, forward = call.prepared, call.inputs
     prepared.guard.check_digest(int(digest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -404,6 +405,41 @@ def test_strides_are_those_of_the_fake() -> None:
         torch.library.opcheck(
             torch.ops.attnkit.attention_backward.default, (*saved, []), test_utils=checked
         )
+
+
+def test_a_captured_tensor_that_is_a_view_of_a_result() -> None:
+    """The backward of `view` relies on the strides of the gradient of the captured tensor."""
+    weight = torch.randn(16, 4 * LENGTH, requires_grad=True)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        bias = (query[:, 0] @ weight).view(2, LENGTH, 4, LENGTH).permute(0, 2, 1, 3)
+
+        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return s + bias[b, h, q, kv]
+
+        return flex_attention(query, key, value, mod)
+
+    check(call, inputs(), (weight,))
+
+
+def test_strides_of_operators_with_captured_tensors() -> None:
+    """Both backward operators give gradients with the strides of the fake ones."""
+    importlib.import_module("attnkit.runtime.compile.column_sums_op")  # registers the second one
+    tables = [torch.randn(5, 4).t(), torch.randn(4, 10)[:, ::2], torch.randn(1, 5).expand(4, 5)]
+    tables.append(torch.randn(3, 4, 5)[1].t().contiguous().t())
+    score = trace(lambda s, b, h, q, kv: s + sum(t[h, q % 5] for t in tables), "score")
+    request = op.request_of(score, None, "plain", (), (), "auto", *[False] * 5)
+    query, key, value = (t.detach() for t in inputs())
+    rest = list(score.tensors), *([] for _ in range(5)), request.text, None
+    out, lse, _, entropy, digest = torch.ops.attnkit.attention(query, key, value, *rest)
+    grads, results = [torch.randn_like(out), torch.randn_like(lse), entropy], [out, lse, entropy]
+    needed = [True, True, False, True]
+    saved = *grads, query, key, value, *results, digest, *rest, needed
+    checked = ("test_faketensor",)
+    torch.library.opcheck(torch.ops.attnkit.attention_backward.default, saved, test_utils=checked)
+    grad = torch.randn(2, 4, LENGTH)
+    saved = query, key, value, *rest, lse, grad, digest, needed
+    torch.library.opcheck(torch.ops.attnkit.column_sums_backward.default, saved, test_utils=checked)
 
 
 def test_inductor() -> None:
