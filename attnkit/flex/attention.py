@@ -167,31 +167,14 @@ def flex_attention(
             return_aux=own,
             **options,
         )
-    if isinstance(result, tuple):
+    if return_aux is not None:
         out, more = result
-        if return_aux is not None and not any(t is not None for t in more[2:]):
-            more = AuxOutput(*more[:2])  # else it has an output that PyTorch's class lacks
-        return _ordered_like(query, out), more
-    return _ordered_like(query, result)
+        if all(t is None for t in more[2:]):  # else it has an output that PyTorch's class lacks
+            return out, AuxOutput(*more[:2])
+    return result
 
 
 flex_attention.__prepare_scriptable__ = refuse_script  # type: ignore[attr-defined]
-
-
-def _ordered_like(query: Tensor, out: Tensor) -> Tensor:
-    """Return `out` with the stride order of a query whose last axis is not contiguous.
-
-    attnkit's outputs have a contiguous last axis, and PyTorch's the stride order of the query.
-    """
-    if query.shape[-1] == 1 or query.stride(-1) == 1:
-        return out
-    order: list[int] = []  # axes by falling stride; Dynamo sorts no symbolic strides
-    for axis in range(out.ndim):
-        at = 0
-        while at < len(order) and query.stride(order[at]) >= query.stride(axis):
-            at += 1
-        order.insert(at, axis)
-    return out.permute(order).contiguous().permute([order.index(axis) for axis in range(out.ndim)])
 
 
 def _plain(mask: Any) -> Any:
