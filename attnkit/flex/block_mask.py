@@ -24,6 +24,7 @@ from attnkit.util.torch_private import flex_parts
 _FIELDS = tuple(TorchBlockMask.__annotations__)
 _SETTINGS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order", "dq_kv_order_spt")
 _LISTS = tuple([name for name in _FIELDS if name not in _SETTINGS])
+_OWN = "_own_"  # before the name of an assigned field; PyTorch's class has a method `_dq_kv_order`
 
 
 class _CallersLists(NamedTuple):
@@ -214,7 +215,7 @@ class BlockMask(TorchBlockMask):
         self._resolve()
         state = {name: value for name, value in vars(self).items() if name != "_callers_lists"}
         blank = copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
-        return reduced(blank, *(vars(self)[n] for n in ("_mask_mod",) if n in vars(self)))
+        return reduced(blank, *(vars(self)[n] for n in (f"{_OWN}mask_mod",) if n in vars(self)))
 
     def __copy__(self) -> BlockMask:
         self._resolve()
@@ -230,7 +231,7 @@ class BlockMask(TorchBlockMask):
 
 def _field(name: str) -> Any:
     """Return the property of a field: a value of the formula, or an assigned one."""
-    own = f"_{name}"
+    own = _OWN + name
 
     def get(self: BlockMask) -> Any:
         formula = self._resolve()

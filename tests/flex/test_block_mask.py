@@ -100,6 +100,28 @@ def test_fields_with_other_options(lengths: tuple[int, int], options: dict[str, 
     check(*pair(causal, 2, 3, *lengths, **options))
 
 
+@pytest.mark.skipif("dq_kv_order" not in LISTS, reason="torch before 2.13 has no such field")
+def test_order_of_blocks_in_dq() -> None:
+    """Fields have no name that PyTorch's class has for a method, such as `_dq_kv_order`."""
+    options = {"compute_dq_write_order": True, "dq_kv_order": True, "BLOCK_SIZE": 32}
+    ours, expected = pair(causal, 2, 2, 128, 128, **options)
+    for found, theirs_ in (
+        (ours, expected),
+        (ours[0], expected[0]),
+        (ours[:, 1]._adjust(64, 64), expected[:, 1]._adjust(64, 64)),
+        (ours.to("cpu"), expected.to("cpu")),
+    ):
+        assert found._dq_kv_order() is theirs_._dq_kv_order() is True
+        assert torch.equal(found.dq_write_order, theirs_.dq_write_order)
+    order = torch.tensor([[[1, 0]]], dtype=torch.int32)
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    columns = torch.tensor([[[[0, 0], [0, 1]]]], dtype=torch.int32)
+    made = flex.BlockMask.from_kv_blocks(
+        counts, columns, dq_write_order=torch.zeros_like(columns), dq_kv_order=order
+    )
+    assert made._dq_kv_order() is order
+
+
 SELECTIONS = (0, -1, slice(1, 3), (1, 1), (slice(0, 2), 1), (2, slice(None), torch.tensor([1, 0])))
 
 
