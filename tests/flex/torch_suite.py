@@ -42,9 +42,12 @@ READS = {
     "metrics.": "counts Inductor's kernels",
     "InductorError": "expects an error of Inductor",
     "_inductor.kernel": "replaces a part of Inductor",
+    "TritonTemplate": "replaces a part of Inductor",
     "compile_fx": "reads the graph of Inductor",
     "py_impl": "registers an implementation of PyTorch's operator",
     "flex_attention_hop(": "calls PyTorch's operator",
+    "higher_order.flex_attention": "calls PyTorch's operator",
+    "_higher_order_ops": "calls PyTorch's operator",
     "torch.nn.attention.flex_attention.flex_attention(": "calls PyTorch's function by its full name",
     "TRITON_DECODE": "asks for a kernel of Triton",
     "CUDAGraph": "captures a graph on a GPU",
@@ -64,6 +67,7 @@ EXCLUDED = {
     "test_flex_attention_stride_ordering_mode_paged_attention_permute_order3": (
         "attnkit refuses pages that are not reserved"
     ),
+    "test_mixed_dtype": "attnkit refuses float8, and inputs of two dtypes",
     "test_mixed_device_error_message": "needs two devices",
     "test_captured_wrong_device_error_message": "needs two devices",
 }
