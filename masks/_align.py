@@ -1,4 +1,4 @@
-"""Alignment of query positions with key positions in causal masks and windows."""
+"""Align query positions with key positions in causal masks and windows."""
 
 from __future__ import annotations
 

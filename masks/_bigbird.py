@@ -1,4 +1,4 @@
-"""BigBird's mask: a window of blocks, global blocks and random blocks."""
+"""Build BigBird's mask: a window of blocks, global blocks and random blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-diagonal mask."""
+"""Build the block-diagonal mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal mask, with top-left or bottom-right alignment."""
+"""Build the causal mask, with top-left or bottom-right alignment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal mask within chunks of a fixed number of tokens."""
+"""Build the causal mask within chunks of a fixed number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dilated sliding window mask."""
+"""Build the dilated sliding window mask."""
 
 from __future__ import annotations
 

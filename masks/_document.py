@@ -1,4 +1,4 @@
-"""Masks for documents packed into one sequence, given by ids, lengths or offsets."""
+"""Build masks for documents packed into one sequence, given by ids, lengths or offsets."""
 
 from __future__ import annotations
 

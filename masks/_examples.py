@@ -1,4 +1,4 @@
-"""Example instances of every mask of the library, for tests and benchmarks."""
+"""Build example instances of every mask of the library, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal mask with spans of tokens that see each other, such as the tokens of an image."""
+"""Build the causal mask with spans of tokens that see each other, such as those of an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Longformer's mask: global tokens and a sliding window."""
+"""Build Longformer's mask: global tokens and a sliding window."""
 
 from __future__ import annotations
 

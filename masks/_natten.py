@@ -1,4 +1,4 @@
-"""Neighbourhood attention (NATTEN) masks on 1D, 2D and 3D grids of tokens."""
+"""Build masks of neighbourhood attention (NATTEN) on 1D, 2D and 3D grids of tokens."""
 
 from __future__ import annotations
 

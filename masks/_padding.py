@@ -1,4 +1,4 @@
-"""Padding masks for a batch of sequences that are padded to one length."""
+"""Build padding masks for a batch of sequences that are padded to one length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks over a paged KV cache."""
+"""Build masks over a paged KV cache."""
 
 from __future__ import annotations
 

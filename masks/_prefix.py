@@ -1,4 +1,4 @@
-"""Prefix mask and prefix-LM mask."""
+"""Build the prefix mask and the prefix-LM mask."""
 
 from __future__ import annotations
 

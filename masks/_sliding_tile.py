@@ -1,4 +1,4 @@
-"""Sliding tile attention mask: neighbourhood attention between whole tiles."""
+"""Build the mask of sliding tile attention: neighbourhood attention between whole tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sliding window mask."""
+"""Build the sliding window mask."""
 
 from __future__ import annotations
 

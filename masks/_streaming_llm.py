@@ -1,4 +1,4 @@
-"""StreamingLLM's mask: attention sinks plus a causal window."""
+"""Build StreamingLLM's mask: attention sinks plus a causal window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strided and the fixed mask of Sparse Transformers."""
+"""Build the strided and the fixed mask of Sparse Transformers."""
 
 from __future__ import annotations
 

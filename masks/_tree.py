@@ -1,4 +1,4 @@
-"""Masks for trees of draft tokens in speculative decoding."""
+"""Build masks for trees of draft tokens in speculative decoding."""
 
 from __future__ import annotations
 

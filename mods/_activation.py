@@ -1,4 +1,4 @@
-"""score_mods that replace the exponential of softmax by another activation.
+"""Build score_mods that replace the exponential of softmax by another activation.
 
 The new score is the logarithm of the activation, whose exponential softmax normalises.
 """

@@ -1,4 +1,4 @@
-"""ALiBi: a bias that is linear in the distance, with one slope per head."""
+"""Build ALiBi: a bias that is linear in the distance, with one slope per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition of several score_mods."""
+"""Compose several score_mods."""
 
 from __future__ import annotations
 

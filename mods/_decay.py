@@ -1,4 +1,4 @@
-"""score_mods that make attention weights decay with the distance."""
+"""Build score_mods that make attention weights decay with the distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Example instances of every score_mod of the library, for tests and benchmarks."""
+"""Build example instances of every score_mod of the library, for tests and benchmarks."""
 
 from __future__ import annotations
 

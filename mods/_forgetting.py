@@ -1,4 +1,4 @@
-"""Forgetting gate: a bias that decays by the gates between a key and a query."""
+"""Build the forgetting gate: a bias that decays by the gates between a key and a query."""
 
 from __future__ import annotations
 

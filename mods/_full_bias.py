@@ -1,4 +1,4 @@
-"""A score_mod that adds a full bias table."""
+"""Build the score_mod that adds a full bias table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphormer's score_mod: a learned bias by the distance of two nodes in a graph."""
+"""Build Graphormer's score_mod: a learned bias by the distance of two nodes in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""score_mods that multiply scores by one learned factor per head."""
+"""Build score_mods that multiply scores by one learned factor per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""score_mods that add a learned bias by relative position."""
+"""Build score_mods that add a learned bias by relative position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sandwich: a bias computed from sinusoidal position embeddings."""
+"""Build Sandwich: a bias computed from sinusoidal position embeddings."""
 
 from __future__ import annotations
 

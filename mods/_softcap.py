@@ -1,4 +1,4 @@
-"""Softcap: a smooth limit on scores."""
+"""Build the softcap: a smooth limit on scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5's relative position bias: one learned number per head and distance bucket."""
+"""Build T5's relative position bias: one learned number per head and distance bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""score_mods that scale scores by the logarithm of the number of keys."""
+"""Build score_mods that scale scores by the logarithm of the number of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disk cache of compiled kernels: one file per entry, verified whenever it is read.
+"""Keep compiled kernels on disk: one file per entry, verified whenever it is read.
 
 A file holds a magic number, the lengths of key and content, the sha256 of both, the full key and
 the content. It is written under a temporary name and renamed, so a reader sees either the whole

@@ -26,7 +26,7 @@ class FlexAttention(attention.FlexAttention):  # type: ignore[misc]
     # torchtitan asks for these two options of dataclasses
     @dataclass(kw_only=True, slots=True)
     class Config(attention.FlexAttention.Config):  # type: ignore[misc]
-        """Configuration of the module.
+        """Configures the module.
 
         Attributes:
             block_size: tile sizes of the block masks that torchtitan builds.

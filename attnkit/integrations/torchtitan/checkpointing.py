@@ -17,7 +17,7 @@ class SelectiveAC(activation_checkpoint.SelectiveAC):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(activation_checkpoint.SelectiveAC.Config):  # type: ignore[misc]
-        """Configuration, as torchtitan's."""
+        """Configures the checkpointing, with the fields of torchtitan's class."""
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators to save: torchtitan's, and attnkit's attention."""
