@@ -12,6 +12,7 @@ from attnkit.splice.dispatch import (
     prepare_forward,
     run_backward,
     run_forward,
+    untested_backward,
 )
 from attnkit.splice.kernel_call import (
     BackwardInputs,
@@ -38,4 +39,5 @@ __all__ = [
     "prepare_forward",
     "run_backward",
     "run_forward",
+    "untested_backward",
 ]

@@ -62,6 +62,8 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
         return "without a softmax it has no kernel for these head dims, or for gradients of captured tensors"
     if inputs.dropout is not None and not template.dropout:
         return "its kernels have no dropout"
+    if spec.deterministic and not template.ordered(widths):
+        return "its kernel for these head dims does not add in a fixed order"
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):
         return "deterministic sums of the captured tensors' gradients would overflow or take too much memory"
     if runs is not None and program.lists_override_mask:  # tiles of block lists cannot be joined
@@ -69,6 +71,19 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
         if runs.block[0] % 64 or runs.block[1] % columns:
             return f"tiles of {runs.block} are no multiples of its (64, {columns})"
     return ""
+
+
+def untested(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
+    """Return the name of the examples that test the kernels of this backward on a GPU.
+
+    The result is "" if the kernels have run on one, or if the template has none for these head dims.
+    """
+    target = kernel_call.spec.target
+    if target is None or kernel_call.spec.emulated:
+        return ""
+    template = backward_template(target)
+    widths = template.widths((inputs.query.shape[-1], inputs.value.shape[-1]))
+    return "" if widths is None else template.untested(widths)
 
 
 def _learned(inputs: BackwardInputs) -> list[Tensor]:

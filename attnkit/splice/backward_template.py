@@ -68,6 +68,9 @@ class BackwardTemplate:
             captured tensor needs a gradient.
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
             compute a backward without a softmax.
+        ordered: widths -> whether the kernels can add to sums in a fixed order.
+        untested: widths -> name of the examples of `testing.selfcheck` that test kernels which have
+            not run on a GPU although others of their target have; "" if these have too.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -94,6 +97,8 @@ class BackwardTemplate:
     one_hot: Callable[[BackwardCase], int]
     entropies: Callable[[HeadDims], bool]
     weights: Callable[[HeadDims, bool], bool]
+    ordered: Callable[[HeadDims], bool]
+    untested: Callable[[HeadDims], str]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
@@ -173,9 +178,15 @@ class BackwardSettings:
     @property
     def block(self) -> tuple[int, int]:
         """Return (rows of a q tile, columns of a kv tile); the columns are those of all CTAs."""
-        return self.values["block_q"], self.ctas * self.template.block_kv(self.widths, self.values)
+        columns = self.template.block_kv(self.widths, self.values)
+        return self.values["block_q"], 2 * columns if self.values.get("two_cta") else columns
+
+    @property
+    def split_columns(self) -> bool:
+        """Return whether two CTAs share a tile, each with half of the columns of the head dims."""
+        return bool(self.values.get("split_columns"))
 
     @property
     def ctas(self) -> int:
         """Return the number of CTAs that share a tile, 1 or 2."""
-        return 2 if self.values.get("two_cta") else 1
+        return 2 if self.values.get("two_cta") or self.split_columns else 1

@@ -22,6 +22,7 @@ ROLES = {  # role -> warps, see templates.sm90.backward_shared
     "consumer 1": range(8, 12),
 }
 OPTIONS = ""
+WIDEST = 512  # head dim
 # Number of semaphores of a q block of dQ, and of a kv block of dK or dV: one for each consumer and
 # chunk. A chunk is 64 rows by head_dim / 2, so 64 rows of dV have four chunks if head_dim_v is
 # twice head_dim.
@@ -35,12 +36,17 @@ _TALL = Cost(full=3500, partial=3700, tile=9500, merge=5000)
 _WIDE = Cost(full=5700, partial=5850, tile=15000, merge=6000)
 _ROLES = Cost(full=4100, partial=4250, tile=15000, merge=6000)
 _HD192 = Cost(full=5700, partial=5850, tile=12000, merge=6000)
+# Not measured: those of `_WIDE`, and what the exchange between two CTAs may take.
+_HD512 = Cost(full=7500, partial=7650, tile=16000, merge=6000)
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     """Return (head_dim, head_dim_v) rounded up to those of the kernels; None if too wide."""
-    if max(head_dims) > 256:
+    if max(head_dims) > WIDEST:
         return None
+    if max(head_dims) > 256:
+        wide, deep = (-(-d // 128) * 128 for d in head_dims)
+        return (512, 512) if 512 in (wide, deep) else (wide, deep)
     wide, deep = (-(-d // 64) * 64 for d in head_dims)
     # (256, 64) and (64, 256) would spill registers; no other pair with 256 has run on a GPU
     return (256, 256) if 256 in (wide, deep) else (wide, deep)
@@ -66,13 +72,16 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     """Return the arguments of the config that depend on the variant.
 
     They are `less_lse`, whether the MMA subtracts the LSE, for head dims up to 128; `block_kv` for
-    (192, 128), if the kernel with blocks of 128 columns can run the variant; and `roles` for (256,
-    256), if the kernel whose consumers have roles can run it.
+    (192, 128), if the kernel with blocks of 128 columns can run the variant; `roles` for (256,
+    256), if the kernel whose consumers have roles can run it; and `split_columns` above head dim
+    256, where two CTAs share a work tile.
     """
     light = case.additive and not case.learned
     if max(case.widths) <= 128:
         return {"less_lse": light}
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
+    if max(case.widths) > 256:
+        return {"split_columns": True}
     if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
         return {"block_kv": 128}
     if case.widths == (256, 256) and light and not (case.deterministic or case.dropout):
@@ -105,6 +114,8 @@ def cost(settings: BackwardSettings) -> Cost:
         return _HD192
     if _has_roles(settings):
         return _ROLES
+    if settings.split_columns:
+        return _HD512
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
@@ -125,6 +136,10 @@ def config(settings: BackwardSettings) -> Any:
         from attnkit.templates.sm90.backward_hd256_roles_config import Hd256RolesConfig
 
         return Hd256RolesConfig(**settings.values)
+    if settings.split_columns:
+        from attnkit.templates.sm90.backward_hd512_config import Hd512Config
+
+        return Hd512Config(**settings.values)
     if _wide(settings):
         from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 
@@ -182,6 +197,10 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
         from attnkit.templates.sm90.backward_hd256_roles import BackwardHd256Roles
 
         return BackwardHd256Roles(config(settings), hooks)
+    if settings.split_columns:
+        from attnkit.templates.sm90.backward_hd512 import BackwardHd512
+
+        return BackwardHd512(config(settings), hooks)
     from attnkit.templates.sm90.backward import Backward
     from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 
@@ -206,6 +225,8 @@ BACKWARD = BackwardTemplate(
     one_hot=one_hot,
     entropies=entropies,
     weights=weights,
+    ordered=lambda widths: max(widths) <= 256,
+    untested=lambda widths: "wide backward" if max(widths) > 256 else "",
     splits=splits,
     cost=cost,
     first_writer=first_writer,

@@ -160,15 +160,15 @@ class Preprocess(ExactSums):
         """Write LSE and delta of 64 rows, and clear the sums or the flags of these rows of dQ."""
         count = len(sinks) - (1 if const_expr(self.config.with_dropout) else 0)
         sinks, dropout = sinks[:count], sinks[count:]
-        # threads per row, a power of two
-        lanes = 1 << (self.config.head_dim_v // VECTOR - 1).bit_length()
+        # threads per row, a power of two; at most a warp, which sums the row
+        lanes = min(1 << (self.config.head_dim_v // VECTOR - 1).bit_length(), WARP)
+        vectors = -(-self.config.head_dim_v // (VECTOR * lanes))  # per lane and row
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         length, depth = out.shape[2], out.shape[3]
         first = (b * heads + h) * blocks + block
         column = thread % lanes * VECTOR
-        loaded_column = cutlass.min(column, depth - VECTOR)
         passes = ROWS * lanes // THREADS
         # A lane writes LSE and delta of one of its rows. It loads that LSE first, to overlap the
         # load with the row's reduction.
@@ -183,15 +183,17 @@ class Preprocess(ExactSums):
             for i in cutlass.range_constexpr(start, min(start + LOADS, passes)):
                 row = thread // lanes + i * (THREADS // lanes)
                 q = cutlass.min(block * ROWS + row, length - 1)
-                o = cute.make_rmem_tensor(VECTOR, out.element_type)  # dtype [8]
-                do = cute.make_rmem_tensor(VECTOR, out.element_type)  # dtype [8]
-                cute.autovec_copy(_vector(out, (b, h, q, loaded_column)), o)
-                cute.autovec_copy(_vector(grad_out, (b, h, q, loaded_column)), do)
-                loads.append((i, o, do))
-            for i, o, do in loads:
-                product = o.load().to(Float32) * do.load().to(Float32)
-                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                total = cutlass.select_(column < depth, total, Float32(0.0))
+                for v in cutlass.range_constexpr(vectors):
+                    at = column + v * VECTOR * lanes
+                    loaded_column = cutlass.min(at, depth - VECTOR)
+                    o = cute.make_rmem_tensor(VECTOR, out.element_type)  # dtype [8]
+                    do = cute.make_rmem_tensor(VECTOR, out.element_type)  # dtype [8]
+                    cute.autovec_copy(_vector(out, (b, h, q, loaded_column)), o)
+                    cute.autovec_copy(_vector(grad_out, (b, h, q, loaded_column)), do)
+                    loads.append((i, at, o, do))
+            for first_load in cutlass.range_constexpr(0, len(loads), vectors):
+                i = loads[first_load][0]
+                total = _sum_of_products(loads[first_load : first_load + vectors], depth)
                 step = lanes // 2
                 while const_expr(step > 0):
                     total = total + cute.arch.shuffle_sync_bfly(total, step)
@@ -367,6 +369,22 @@ def reversed_block_idx() -> tuple[Any, Any]:
     grid = cute.arch.grid_dim()
     index = cute.arch.block_idx()
     return tuple(n - 1 - i for n, i in zip(grid, index, strict=True)), grid
+
+
+def _sum_of_products(loads: list[Any], depth: Any) -> Any:
+    """Return the sum of dO * O over a lane's columns of a row.
+
+    Args:
+        loads: (pass, first column, O, dO) of each of the lane's vectors.
+        depth: columns of the tensors.
+    """
+    totals = []
+    for _, column, o, do in loads:
+        product = o.load().to(Float32) * do.load().to(Float32)
+        total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        totals.append(cutlass.select_(column < depth, total, Float32(0.0)))
+    first, *others = totals
+    return sum(others, first)
 
 
 def _vector(tensor: Any, place: Any) -> Any:

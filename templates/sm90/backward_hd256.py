@@ -55,8 +55,9 @@ from attnkit.templates.sm90.backward_shared import (
     WARPS,
     Hd256Barrier,
     Hd256Barriers,
-    TurnBarriers,
     Word,
+    do_phase,
+    do_stage,
     hd256_barrier_count,
     init_hd256_barriers,
     place_hd256_barriers,
@@ -76,7 +77,8 @@ class Hd256Consumer:
     Attributes:
         mma: operands and instructions of the MMAs.
         smem: LSE, delta and words in shared memory.
-        turns: mbarriers of the turns.
+        bars: mbarriers.
+        exchange: memory for sums with another CTA, see `Exchange`; None for none.
         sums: float32 sums in global memory.
         wg, thread: index of the consumer, and of the thread in it.
         row0: the thread's first row within a q block.
@@ -92,7 +94,8 @@ class Hd256Consumer:
 
     mma: Hd256Mma
     smem: LoadTargets
-    turns: TurnBarriers
+    bars: Hd256Barriers
+    exchange: Any
     sums: cute.Tensor
     wg: Int32
     thread: Int32
@@ -106,6 +109,13 @@ class Hd256Consumer:
     dq: cute.Tensor
     p: cute.Tensor
     words: cute.Tensor | None
+
+
+class Partial(IntEnum):
+    """Names the scores of which two CTAs compute half of the terms each, see `backward_hd512`."""
+
+    S = 0
+    DP = 1
 
 
 class ColumnsOwner(Protocol):
@@ -134,6 +144,7 @@ class BackwardHd256:
 
     storage: Any  # struct of a CTA's shared memory, created by `__call__`
     consumer_barrier: IntEnum = Hd256Barrier.CONSUMER  # add the index of the consumer warpgroup
+    ctas_per_tile = 1  # CTAs of a cluster, which share a work tile
 
     def __init__(self, config: Hd256Config, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -200,22 +211,7 @@ class BackwardHd256:
             )
         ]
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[Int64, hd256_barrier_count(c)]
-            info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
-            # Run time depends on which fields are below 128 KiB: at head dim 256, all but dO and V
-            # (docs/hopper.md, "Two halves of shared memory").
-            k: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * ROWS * bm], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * bm], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * head_dim_v], 1024]
-
-        self.storage = Storage
+        self.storage = cute.struct(type("Storage", (), {"__annotations__": self.fields()}))
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
         self.kernel(
@@ -230,12 +226,38 @@ class BackwardHd256:
             totals,
             (scale, group, *lengths, *heads),
         ).launch(
-            grid=(ctas, 1, 1),
+            grid=(ctas * self.ctas_per_tile, 1, 1),
             block=(THREADS, 1, 1),
+            cluster=(self.ctas_per_tile, 1, 1) if const_expr(self.ctas_per_tile > 1) else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+
+    def barrier_count(self) -> int:
+        """Return the number of mbarriers."""
+        return hd256_barrier_count(self.config)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a CTA's shared memory, in the order of their addresses."""
+        c, dtype, bm = self.config, self.dtype, self.config.block_q
+        sizes = {  # of the dtype
+            "k": ROWS * c.head_dim,
+            "p": c.p_stages * ROWS * bm,
+            "ds": ROWS * bm,
+            "q": c.q_stages * bm * c.head_dim,
+            "do": c.stages * bm * c.head_dim_v,
+            "v": ROWS * c.head_dim_v,
+        }
+        # Run time depends on which fields are below 128 KiB: at head dim 256, all but dO and V
+        # (docs/hopper.md, "Two halves of shared memory").
+        aligned, of = cute.struct.Align, cute.struct.MemRange
+        return {
+            "barriers": of[Int64, self.barrier_count()],
+            "info": of[Int32, Word.HD256_COUNT],
+            "lse": aligned[of[Float32, c.q_stages * bm], 128],
+            "delta": aligned[of[Float32, c.stages * bm], 128],
+        } | {name: aligned[of[dtype, size], 1024] for name, size in sizes.items()}
 
     # ---------------------------------------------------------------------------------- device
 
@@ -281,13 +303,14 @@ class BackwardHd256:
             )
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
-        bars = place_hd256_barriers(c, storage.barriers.data_ptr())
+        bars = self.place_barriers(storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                init_hd256_barriers(c, bars)
+                self.init_barriers(bars)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync_all()
         cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
+        tiles = self.own_columns(tiles)
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(c.producer_registers)
@@ -302,8 +325,9 @@ class BackwardHd256:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars,
-                sums, (captured, others), totals, work.order, problem,
+                self.exchange_of(storage), sums, (captured, others), totals, work.order, problem,
             )  # fmt: skip
+        self.end()
 
     @cute.jit
     def consume(
@@ -313,6 +337,7 @@ class BackwardHd256:
         smem: LoadTargets,
         store_tma: tuple,
         bars: Hd256Barriers,
+        exchange: Any,
         sums: cute.Tensor,
         read: tuple,
         totals: list,
@@ -321,7 +346,8 @@ class BackwardHd256:
     ):
         """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile.
 
-        `read` are the captured tensors, and the state of dropout if there is one.
+        `read` are the captured tensors, and the state of dropout if there is one. `exchange` is
+        None unless two CTAs share a work tile, see `backward_hd512`.
         """
         captured, others = read
         c, p, info, load = self.config, problem, smem.info, bars.load
@@ -332,7 +358,7 @@ class BackwardHd256:
         bm = c.block_q
         column0 = (warp % WARPS) * 16 + lane // 4
         row0 = wg * (bm // 2) + (lane % 4) * 2
-        w, dk, dv = self.set_up(mmas, views, smem, bars.turns, sums, wg, thread, row0)
+        w, dk, dv = self.set_up(mmas, views, smem, bars, exchange, sums, wg, thread, row0)
         mma, scores, dp, dq = w.mma, w.scores, w.dp, w.dq
         mma_dv, mma_dk = mma.accumulate.dv, mma.accumulate.dk
         blocks = (p.q_len + bm - 1) // bm
@@ -359,20 +385,23 @@ class BackwardHd256:
             cute.arch.mbarrier_wait(load.v_full, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
                 # first q block: S, then dP while P is computed
-                r, s = q_count & 1, q_count & 1
+                r = q_count & 1
                 cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_wait(load.do_full + s, (q_count >> 1) & 1)
+                self.send_partial(w, Partial.S, scores)
+                s = do_stage(c, q_count)
+                cute.arch.mbarrier_wait(load.do_full + s, do_phase(c, q_count))
                 mma.issue_dp(dp, self.rows(smem.delta, s, row0), s)
                 word = info[r]
                 self.announce(w, first_row, word, q_count)
-                self.compute_p(w, word, tile, scores, r, s)
+                self.add_partial(w, Partial.S, scores, q_count)
+                self.compute_p(w, word, tile, scores, r, r)
                 # mainloop: dV, dS, dQ and dK of this q block, then S, dP and P of the next one
                 for _ in cutlass.range(count - 1, unroll=1):
                     s, t = q_count & 1, (q_count + 1) & 1  # stages of both
-                    self.begin_dv(w, dv, s)
-                    self.compute_ds(w, word, tile, s, learned)
+                    self.begin_dv(w, dv, q_count)
+                    self.compute_ds(w, word, tile, q_count, learned)
                     mma.issue_dq(dq, 0)
                     mma.issue_dk(dk, s)
                     cute.arch.mbarrier_wait(load.q_full + t, ((q_count + 1) >> 1) & 1)
@@ -380,19 +409,22 @@ class BackwardHd256:
                     mma.issue_s(next_scores, t)
                     next_word = info[t]
                     warpgroup.wait_group(2)  # dV and dQ are complete; dK and the next S run
-                    cute.arch.mbarrier_arrive(load.do_empty + s)
+                    cute.arch.mbarrier_arrive(load.do_empty + do_stage(c, q_count))
                     self.add_dq(w, first_row, word, q_count, 0)
                     self.announce(w, first_row, next_word, q_count + 1)
                     if const_expr(c.dq_parts == 2):
                         mma.issue_dq(dq, 1)
-                    cute.arch.mbarrier_wait(load.do_full + t, ((q_count + 1) >> 1) & 1)
-                    mma.issue_dp(dp, self.rows(smem.delta, t, row0), t)
+                    u = do_stage(c, q_count + 1)
+                    cute.arch.mbarrier_wait(load.do_full + u, do_phase(c, q_count + 1))
+                    mma.issue_dp(dp, self.rows(smem.delta, u, row0), u)
                     # dK and S are complete; dP runs, and the second part of dQ if there is one
                     warpgroup.wait_group(c.dq_parts)
                     cute.arch.mbarrier_arrive(load.q_empty + s)
+                    self.send_partial(w, Partial.S, next_scores)
                     if const_expr(c.dq_parts == 2 and self.tight):
                         warpgroup.wait_group(1)
                         self.add_dq(w, first_row, word, q_count, 1)
+                    self.add_partial(w, Partial.S, next_scores, q_count + 1)
                     block = QBlock(next_word, row0, self.rows(smem.lse, t, row0))
                     self.softmax.compute_p(block, tile, next_scores, scores, w.p)
                     warpgroup.wait_group(1)  # this consumer's MMAs no longer read dS
@@ -403,12 +435,12 @@ class BackwardHd256:
                     q_count += 1
                 # last q block: nothing to issue ahead
                 s = q_count & 1
-                self.begin_dv(w, dv, s)
-                self.compute_ds(w, word, tile, s, learned)
+                self.begin_dv(w, dv, q_count)
+                self.compute_ds(w, word, tile, q_count, learned)
                 mma.issue_dq(dq, 0)
                 mma.issue_dk(dk, s)
                 warpgroup.wait_group(1)  # dV and dQ are complete; dK runs
-                cute.arch.mbarrier_arrive(load.do_empty + s)
+                cute.arch.mbarrier_arrive(load.do_empty + do_stage(c, q_count))
                 self.add_dq(w, first_row, word, q_count, 0)
                 for part in cutlass.range_constexpr(1, c.dq_parts):
                     mma.issue_dq(dq, part)
@@ -459,11 +491,52 @@ class BackwardHd256:
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
+    # --------------------------- what differs if two CTAs share a work tile, see `backward_hd512`
+
+    def place_barriers(self, base: cute.Pointer) -> Hd256Barriers:
+        """Return the mbarriers, laid out in shared memory from address `base`."""
+        return place_hd256_barriers(self.config, base)
+
+    def init_barriers(self, bars: Hd256Barriers) -> None:
+        """Initialise the mbarriers; called by one thread."""
+        init_hd256_barriers(self.config, bars)
+
+    def sync_all(self) -> None:
+        """Synchronise the threads that use the mbarriers."""
+        cute.arch.sync_threads()
+
+    def end(self) -> None:
+        """Wait until no other CTA reads or writes the memory of this CTA."""
+
+    def own_columns(self, tiles: tuple) -> tuple:
+        """Return the TMA tensors from the first column of this CTA on."""
+        return tiles
+
+    def exchange_of(self, storage: Any) -> Any:
+        """Return the memory in which sums with another CTA are formed; None for none."""
+        return None
+
+    def send_partial(self, w: Hd256Consumer, which: Partial, acc: cute.Tensor) -> None:
+        """Send S or dP of this CTA's columns to the CTA that has the others."""
+
+    def add_partial(
+        self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
+    ) -> None:  # fmt: skip
+        """Add S or dP of the other CTA's columns, of the `count`-th q block."""
+
+    def groups(self, head_dim: int) -> int:
+        """Return the groups of a row of a sum whose columns in this CTA are `head_dim`."""
+        return head_dim // COLUMNS
+
+    def first_group(self, row: Int32, head_dim: int) -> Any:
+        """Return this CTA's first group of the `row`-th row of a sum."""
+        return row * self.groups(head_dim)
+
     # ------------------------------------------------ parts of the consumer, inlined while tracing
 
     def set_up(
-        self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, turns: TurnBarriers,
-        sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
+        self, mmas: tuple, views: Hd256SmemLayouts, smem: LoadTargets, bars: Hd256Barriers,
+        exchange: Any, sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> tuple[Hd256Consumer, cute.Tensor, cute.Tensor]:  # fmt: skip
         """Create the operands and accumulators of a consumer thread.
 
@@ -505,7 +578,8 @@ class BackwardHd256:
         consumer = Hd256Consumer(
             mma,
             smem,
-            turns,
+            bars,
+            exchange,
             sums,
             wg,
             thread,
@@ -561,19 +635,22 @@ class BackwardHd256:
             dropout.keep_words(w.words)
         self.write(w, kept, w.p_smem[None, None, None, stage])
 
-    def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, stage: Int32) -> None:
-        """Wait for P of both consumers and for dP, then issue dV."""
+    def begin_dv(self, w: Hd256Consumer, dv: cute.Tensor, count: Int32) -> None:
+        """Wait for P of both consumers and for dP, then issue dV of the `count`-th q block."""
         self.meet()
         # Wait for all groups before dV. If the assembler had to count groups across iterations, it
         # would serialise the MMAs.
         warpgroup.wait_group(0)
-        w.mma.issue_dv(dv, stage)
+        self.send_partial(w, Partial.DP, w.dp)
+        w.mma.issue_dv(dv, count & 1, do_stage(self.config, count))
 
     def compute_ds(
-        self, w: Hd256Consumer, word: Int32, tile: KvBlock, stage: Int32, learned: CapturedSums
+        self, w: Hd256Consumer, word: Int32, tile: KvBlock, count: Int32, learned: CapturedSums
     ) -> None:
         """Compute dS in registers and write it to shared memory, while dV runs."""
-        lse, delta = (self.rows(t, stage, w.row0) for t in (w.smem.lse, w.smem.delta))
+        self.add_partial(w, Partial.DP, w.dp, count)
+        lse = self.rows(w.smem.lse, count & 1, w.row0)
+        delta = self.rows(w.smem.delta, do_stage(self.config, count), w.row0)
         ds = cute.make_rmem_tensor(w.scores.layout, self.dtype)  # dtype [64, block_q / 2] / 128
         if self.hooks.gradient_levels:
             block = QBlock(word, w.row0, lse, delta)
@@ -606,7 +683,7 @@ class BackwardHd256:
         """Announce the q block whose turn the `count`-th dQ needs, if sums have a fixed order."""
         if self.config.sum_order:
             chunk = 2 * (first_row + (word >> 2))
-            self.deterministic.announce(w.turns, w.smem.info, chunk, count, w.wg, w.thread)
+            self.deterministic.announce(w.bars.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
     def add_dq(
         self, w: Hd256Consumer, first_row: Int32, word: Int32, count: Int32, part: int
@@ -622,12 +699,12 @@ class BackwardHd256:
         """
         c = self.config
         row, own = first_row + (word >> 2), c.head_dim // COLUMNS // 2  # own: groups per consumer
-        to = row * (c.head_dim // COLUMNS) + w.wg * own + part * (own // c.dq_parts)
+        to = self.first_group(row, c.head_dim) + w.wg * own + part * (own // c.dq_parts)
         if c.sum_order and part == 0:
-            self.deterministic.may_add(w.turns, count)
+            self.deterministic.may_add(w.bars.turns, count)
         add(w.sums, w.dq, to, w.thread)
         if c.sum_order and part == c.dq_parts - 1:
-            self.deterministic.has_added(w.turns)
+            self.deterministic.has_added(w.bars.turns)
 
     def add_shared(
         self, w: ColumnsOwner, dk: cute.Tensor, dv: cute.Tensor, kv_tile: Int32, q_tiles: Int32,
@@ -646,17 +723,18 @@ class BackwardHd256:
         c, wg, info = self.config, w.wg, w.smem.info
         turn, turns = info[RECORD + WorkTile.TURN], info[RECORD + WorkTile.NUM_TURNS]
         following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
-        first, semaphore = q_tiles * (c.head_dim // COLUMNS), q_tiles
+        first, semaphore = q_tiles * self.groups(c.head_dim), q_tiles
         for acc, head_dim in ((dk, c.head_dim), (dv, c.head_dim_v)):
-            groups = head_dim // COLUMNS
-            to = first + kv_tile * groups + wg * (groups // 2)
-            own = 2 * (semaphore + kv_tile) + wg
+            own = head_dim // COLUMNS // 2
+            to = first + self.first_group(kv_tile, head_dim) + wg * own
+            chunk = 2 * (semaphore + kv_tile) + wg
             if c.sum_order:
-                self.deterministic.enter_turn(own, turn, order, wg, w.thread)
+                self.deterministic.enter_turn(chunk, turn, order, wg, w.thread)
             add(w.sums, acc, to, w.thread)
             if c.sum_order:
-                self.deterministic.leave_turn(own, following, order, wg, w.thread)
-            first, semaphore = first + kv_tiles * groups, semaphore + kv_tiles
+                self.deterministic.leave_turn(chunk, following, order, wg, w.thread)
+            first = first + kv_tiles * self.groups(head_dim)
+            semaphore = semaphore + kv_tiles
 
     def store(
         self, w: ColumnsOwner, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,

@@ -21,10 +21,11 @@ class Hd256Config(BackwardConfig):
     head_dim_v: int = 256
 
     block_kv = ROWS
-    stages = 2  # stages of the dO ring and of the P ring
-    q_stages = 2
+    stages = 2  # stages of the dO ring
+    q_stages = p_stages = 2
     k_stages = 1
     joins = False
+    delta_share = 1.0  # part of delta that the accumulator of dP is initialised to
 
     @property
     def producer_registers(self) -> int:  # type: ignore[override]
@@ -47,7 +48,7 @@ class Hd256Config(BackwardConfig):
         """Shared memory bytes per CTA: K, V, the rings of Q, dO and P, and dS."""
         tiles = self.block_kv * (self.head_dim + self.head_dim_v)
         tiles += self.block_q * (self.q_stages * self.head_dim + self.stages * self.head_dim_v)
-        tiles += self.block_q * self.block_kv * (self.stages + 1)
+        tiles += self.block_q * self.block_kv * (self.p_stages + 1)
         rows = self.block_q * (self.q_stages + self.stages)
         return 2 * tiles + 4 * rows + 1024
 

@@ -51,7 +51,7 @@ class Hd256SmemLayouts(NamedTuple):
     v: Any  # dtype [64, head_dim_v, 1]
     q: Any  # dtype [block_q, head_dim, q_stages]
     do: Any  # dtype [block_q, head_dim_v, stages]
-    p_t: Any  # dtype [64, block_q, stages]
+    p_t: Any  # dtype [64, block_q, p_stages]
     ds_t: Any  # dtype [64, block_q, 1]
     q_t: Any  # view of q: dtype [head_dim, block_q, q_stages]
     do_t: Any  # view of do: dtype [head_dim_v, block_q, stages]
@@ -79,7 +79,7 @@ def hd256_smem_layouts(c: Hd256Config, dtype: Any) -> Hd256SmemLayouts:
         v=tiles(ROW, ROWS, head_dim_v, ROWS, 1),
         q=tiles(ROW, bm, head_dim, head_dim // 2, c.q_stages),
         do=tiles(ROW, bm, head_dim_v, head_dim_v // 2, c.stages),
-        p_t=tiles(ROW, ROWS, bm, bm, c.stages),
+        p_t=tiles(ROW, ROWS, bm, bm, c.p_stages),
         ds_t=tiles(ROW, ROWS, bm, bm, 1),
         q_t=tiles(COLUMN, bm, head_dim, head_dim // 2, c.q_stages),
         do_t=tiles(COLUMN, bm, head_dim_v, head_dim_v // 2, c.stages),
@@ -96,6 +96,7 @@ class Hd256Mma:
 
     Attributes:
         dq_parts: number of parts in which a consumer computes its columns of dQ.
+        delta_share: part of delta that the accumulator of dP is initialised to.
         wg: index of the consumer, Int32.
         s_overwrite, dq_overwrite: instructions that overwrite their result.
         accumulate: instructions that add to their result.
@@ -104,6 +105,7 @@ class Hd256Mma:
     """
 
     dq_parts: int
+    delta_share: float
     wg: Int32
     s_overwrite: Any
     dq_overwrite: Any
@@ -132,16 +134,16 @@ class Hd256Mma:
             delta: -delta of the thread's rows, f32 [2, pairs].
             stage: stage of dO.
         """
-        init_dp(acc, delta)
+        init_dp(acc, delta, self.delta_share)
         warpgroup.fence()
         mma = self.accumulate.s
         _issue(mma, mma, acc, self.v, 0, self.do, self.wg, stage)
 
-    def issue_dv(self, acc: cute.Tensor, stage: Int32) -> None:
+    def issue_dv(self, acc: cute.Tensor, p_stage: Int32, do_stage: Int32) -> None:
         """Issue dV += P^T dO, f32 [64, head_dim_v / 2] / 128 threads."""
         warpgroup.fence()
         mma = self.accumulate.dv
-        _issue(mma, mma, acc, self.p_t, stage, self.do_t, self.wg, stage)
+        _issue(mma, mma, acc, self.p_t, p_stage, self.do_t, self.wg, do_stage)
 
     def issue_dk(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue dK += dS^T Q, f32 [64, head_dim / 2] / 128 threads."""
@@ -175,6 +177,7 @@ def hd256_mma(
     all_s, all_dq, all_dv, all_dk = (mma.get_slice(0) for mma in (s, dq, dv, dk))
     return Hd256Mma(
         dq_parts=c.dq_parts,
+        delta_share=c.delta_share,
         wg=wg,
         s_overwrite=overwrite[0],
         dq_overwrite=overwrite[1],

@@ -109,7 +109,8 @@ class Producer:
         ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv
         halves = c.block_kv // ROWS  # halves of K and V: 64 keys for each consumer
         total = lists.items.shape[0]
-        index, q_count, kv_count = self.claim(lists.counter, total), Int32(0), Int32(0)
+        q_count, kv_count = Int32(0), Int32(0)
+        index = self.claim(lists.counter, total, kv_count, info, bars)
         word = self.look_up(lists.items, index)
         while index < total:
             b, h, kv_block = (
@@ -201,7 +202,7 @@ class Producer:
                             tma_bar_ptr=bars.v_full + w,
                         )
                 if j == claim_at:
-                    index = self.claim(lists.counter, total)
+                    index = self.claim(lists.counter, total, kv_count + 1, info, bars)
                     word = self.look_up(lists.items, index)
                 q_count += 1
             if count == 0:
@@ -214,7 +215,7 @@ class Producer:
                             cute.arch.mbarrier_arrive(bars.v_full + w)
                         cute.arch.mbarrier_arrive(bars.k_full)
                     kv_count += 1
-                index = self.claim(lists.counter, total)
+                index = self.claim(lists.counter, total, kv_count, info, bars)
                 word = self.look_up(lists.items, index)
             else:
                 kv_count += 1
@@ -244,11 +245,24 @@ class Producer:
         return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
 
     @cute.jit
-    def claim(self, counter: cute.Tensor, total: Int32):
+    def claim(
+        self,
+        counter: cute.Tensor,
+        total: Int32,
+        count: Int32,
+        info: cute.Tensor,
+        bars: LoadBarriers,
+    ):
         """Claim the next work tile with a counter, so that faster CTAs process more work tiles.
 
         The first work tile is claimed in the same way. A work tile may wait for earlier ones, which
         must therefore belong to CTAs that are running; not all launched CTAs may be running.
+
+        Args:
+            counter: counter of the work list.
+            total: rows of the work list.
+            count, info, bars: number of earlier claims if K has one stage, words and mbarriers in
+                shared memory; for producers that share a claim, see `backward_hd512_producer`.
         """
         ctas, _, _ = cute.arch.grid_dim()
         index = Int32(0)

@@ -69,6 +69,7 @@ class Word:
     # Deterministic: chunk, turn and following turn of a chunk that is complete in memory, for each
     # consumer; 16 bytes apart, because the assembler reads four words at once.
     LANDED = 32
+    NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
     COUNT = 40
     HD256_COUNT = 32
 

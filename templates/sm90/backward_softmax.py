@@ -369,16 +369,18 @@ class SoftmaxBackward:
                 rounded[i // 2] = dropout.p(i, rounded[i // 2])
 
 
-def init_dp(acc: cute.Tensor, delta: cute.Tensor) -> None:
+def init_dp(acc: cute.Tensor, delta: cute.Tensor, share: float = 1.0) -> None:
     """Initialise the accumulator of dP to -delta, so that dS needs no subtraction.
 
     Args:
         acc: f32, 4 elements for each pair of rows.
         delta: -delta of the thread's rows, f32 [2, pairs].
+        share: multiplies delta; below 1 if several accumulators are added up.
     """
     for g in range(cute.size(acc) // 4):
         pair = load_pair(delta, g)
         for i in range(2):  # both columns of the thread have the same rows
-            acc[4 * g + i] = pair[i]
+            value = pair[i] if share == 1.0 else pair[i] * Float32(share)
+            acc[4 * g + i] = value
             # opaque, because the compiler would move a plain copy after the wgmma fence
-            acc[4 * g + 2 + i] = device.pinned(pair[i])
+            acc[4 * g + 2 + i] = device.pinned(value)
