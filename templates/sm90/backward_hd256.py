@@ -389,7 +389,7 @@ class BackwardHd256:
                 cute.arch.mbarrier_wait(load.q_full + r, (q_count >> 1) & 1)
                 mma.issue_s(scores, r)
                 warpgroup.wait_group(0)
-                self.send_partial(w, Partial.S, scores)
+                self.send_partial(w, Partial.S, scores, q_count)
                 s = do_stage(c, q_count)
                 cute.arch.mbarrier_wait(load.do_full + s, do_phase(c, q_count))
                 mma.issue_dp(dp, self.rows(smem.delta, s, row0), s)
@@ -420,7 +420,7 @@ class BackwardHd256:
                     # dK and S are complete; dP runs, and the second part of dQ if there is one
                     warpgroup.wait_group(c.dq_parts)
                     cute.arch.mbarrier_arrive(load.q_empty + s)
-                    self.send_partial(w, Partial.S, next_scores)
+                    self.send_partial(w, Partial.S, next_scores, q_count + 1)
                     if const_expr(c.dq_parts == 2 and self.tight):
                         warpgroup.wait_group(1)
                         self.add_dq(w, first_row, word, q_count, 1)
@@ -516,8 +516,10 @@ class BackwardHd256:
         """Return the memory in which sums with another CTA are formed; None for none."""
         return None
 
-    def send_partial(self, w: Hd256Consumer, which: Partial, acc: cute.Tensor) -> None:
-        """Send S or dP of this CTA's columns to the CTA that has the others."""
+    def send_partial(
+        self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
+    ) -> None:
+        """Send S or dP of this CTA's columns, of the `count`-th q block, to the other CTA."""
 
     def add_partial(
         self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
@@ -641,7 +643,7 @@ class BackwardHd256:
         # Wait for all groups before dV. If the assembler had to count groups across iterations, it
         # would serialise the MMAs.
         warpgroup.wait_group(0)
-        self.send_partial(w, Partial.DP, w.dp)
+        self.send_partial(w, Partial.DP, w.dp, count)
         w.mma.issue_dv(dv, count & 1, do_stage(self.config, count))
 
     def compute_ds(

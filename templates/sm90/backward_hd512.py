@@ -130,9 +130,11 @@ class BackwardHd512(BackwardHd256):
         bars: Any = w.bars
         return Exchange.of(self.config, bars, w.exchange, w.wg, w.thread)
 
-    def send_partial(self, w: Hd256Consumer, which: Partial, acc: cute.Tensor) -> None:
-        """Send S or dP of this CTA's columns to the other CTA."""
-        self.exchange(w).send(which, acc)
+    def send_partial(
+        self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
+    ) -> None:
+        """Send S or dP of this CTA's columns to the other CTA, of the `count`-th q block."""
+        self.exchange(w).send(which, acc, count)
 
     def add_partial(
         self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32

@@ -8,6 +8,7 @@ from typing import Any
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass._mlir.dialects.nvvm import MBarrierWaitKind, MemScopeKind, mbarrier_wait_parity
 
+from attnkit.templates.common import device
 from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm90.backward_epilogue import LANE_STRIDE
 from attnkit.templates.sm90.backward_hd512_config import Hd512PartConfig
@@ -74,6 +75,16 @@ def other_cta() -> Int32:
     return cute.arch.block_idx_in_cluster() ^ 1
 
 
+def in_other_cta(place: cute.Pointer, count: Int32) -> Int32:
+    """Return the address of a place of shared memory in the other CTA.
+
+    It is computed anew for each `count`, because few registers are free in the mainloop.
+    """
+    address = device.recomputed(place.toint(), count)
+    local = cute.make_ptr(Int32, address, cute.AddressSpace.smem)
+    return cute.arch.map_dsmem_ptr(local, other_cta()).toint()
+
+
 @cute.jit
 def wait_for_other_cta(barrier: cute.Pointer, phase: Int32):
     """Wait until a phase of an mbarrier is complete, and see what the other CTA wrote before."""
@@ -128,15 +139,19 @@ class Exchange:
         own = memory + (wg * c.partial_floats + thread * 4)
         return Exchange(bars.partial + wg, own, CONSUMERS * c.partial_floats)
 
-    def send(self, which: int, acc: cute.Tensor) -> None:
-        """Send S (0) or dP (1) of this CTA's columns."""
-        full, words = self.full + CONSUMERS * which, cute.recast_tensor(acc, Int32)
+    def send(self, which: int, acc: cute.Tensor, count: Int32) -> None:
+        """Send S (0) or dP (1) of this CTA's columns, of the `count`-th q block."""
+        full = self.full + CONSUMERS * which
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * WARP * cute.size(acc))
+        to = in_other_cta(self.memory + which * self.stride, count)
+        bar = in_other_cta(full, count)
         for i in range(cute.size(acc) // 4):
-            to = (self.memory + (which * self.stride + LANE_STRIDE * i)).align(16)
-            values = tuple(words[4 * i + k] for k in range(4))
-            cute.arch.store_async_dsmem(to, values, full, other_cta())
+            cute.arch.inline_ptx(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                f"[{{$r0}}+{4 * LANE_STRIDE * i}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}, [{{$r5}}];",
+                read_only_args=[to, *(acc[4 * i + k] for k in range(4)), bar],
+            )
 
     def add(self, which: int, acc: cute.Tensor, count: Int32) -> None:
         """Add S (0) or dP (1) of the other CTA's columns, of the `count`-th q block."""
