@@ -67,7 +67,7 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
     }
     for name, variant in variants.items():
         yield f"{name} D=64", variant, Case(length, length, **SIZES)
-    for dims in (40, 72, 96, 128, 192, 256, (192, 128)):
+    for dims in (40, 72, 96, 128, 192, 256, 512, (192, 128)):
         head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
         sizes = SIZES | {"head_dim": head_dim, "value_dim": value_dim}
         for name in ("full", "causal", "alibi"):

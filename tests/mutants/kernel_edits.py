@@ -41,6 +41,7 @@ NEAREST = {
         "test_sm90_backward_hd256_roles.py",
         "test_sm90_backward_hd256.py",
     ),
+    "templates/sm90/backward_hd512": ("test_sm90_backward_hd512.py",),
     "templates/sm90/backward_producer.py": (
         "test_sm90_backward.py",
         "test_sm90_backward_hd256.py",

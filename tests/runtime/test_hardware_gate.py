@@ -21,7 +21,7 @@ from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.kernel import full_key
 from attnkit.runtime import hardware_gate
 from attnkit.runtime.hardware_gate import Verdict
-from attnkit.schedule.targets import SM90, SM100, Target
+from attnkit.schedule.targets import SM90, SM100, TARGETS, Target
 from attnkit.splice import (
     BackwardInputs,
     Captured,
@@ -31,8 +31,9 @@ from attnkit.splice import (
     forward,
     workers,
 )
+from attnkit.splice.template_registry import backward_template
 from attnkit.testing import selfcheck
-from attnkit.testing.selfcheck import EXAMPLES, Failure, examine
+from attnkit.testing.selfcheck import EXAMPLES, FURTHER, Failure, examine
 from attnkit.util import devices
 
 CPU = torch.device("cpu")
@@ -260,6 +261,15 @@ def test_a_backward_that_never_ran_is_tested_before_its_first_use(
 
 
 # ------------------------------------------------------------------------------- the test itself
+
+
+def test_kernels_that_never_ran_have_examples() -> None:
+    for target in TARGETS:
+        template = backward_template(target)
+        dims = [(64, 64), (256, 256), (264, 8), (512, 512)]
+        names = {template.untested(w) for d in dims if (w := template.widths(d)) is not None}
+        assert names <= {"", *FURTHER}
+    assert backward_template(SM90).untested((512, 512)) == "wide backward"
 
 
 @pytest.mark.exhaustive  # the next test compiles the same kernels and finds a fault in their output
