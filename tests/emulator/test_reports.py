@@ -83,6 +83,7 @@ def test_the_command_names_role_line_source_and_barrier(
     assert re.search(WAITING, out), out
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_of_another_copy_is_reported_by_the_files_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

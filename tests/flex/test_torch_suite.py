@@ -12,6 +12,8 @@ pytest.importorskip(
     "expecttest", reason="PyTorch's own tests need expecttest: pip install expecttest"
 )
 
+from tests.flex import torch_suite
+
 ROOT = Path(__file__).parents[2]
 # In the form of PyTorch's file: its imports, decorators and classes for each device.
 SUITE = """
@@ -123,6 +125,7 @@ def test_tests_pass_and_the_rest_is_listed(tmp_path: Path) -> None:
     assert lines[-1].startswith("5 passed, 0 failed, 1 skipped, 2 left out, on cpu, torch ")
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_named(tmp_path: Path) -> None:
     path = tmp_path / "test_flex_attention.py"
     path.write_text(SUITE.replace("VALUE", "2"))
@@ -133,10 +136,10 @@ def test_a_fault_is_named(tmp_path: Path) -> None:
     assert run(path, "--only", "no such test").returncode == 2
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path / "none.py")
-    assert done.returncode == 2
-    assert "test/inductor/test_flex_attention.py" in done.stderr
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        torch_suite.main([str(tmp_path / "none.py")])
+    assert "test/inductor/test_flex_attention.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["flex-tests", "TORCH_TESTS"])

@@ -17,6 +17,7 @@ from tests.integrations.flash_attn.test_packed import offsets, with_gradients
 from tests.integrations.packed_reference import check_close
 
 
+@pytest.mark.exhaustive  # `torch_attention` tests the same kernels
 def test_on_hopper() -> None:
     """Sequences of unequal queries and keys, some empty, with slopes for each sequence."""
     cu_q, cu_k = offsets([20, 0, 70, 10]), offsets([40, 9, 0, 60])
