@@ -275,7 +275,7 @@ def _lines(contest: Contest) -> Iterator[str]:
     yield ""
     yield f"attnkit's plan: {contest.standings[0].reason}"
     for s in contest.standings:
-        if s.no_backward:
+        if s.no_backward and s.forward is not None:
             yield f"{s.name} has no backward here: {s.no_backward}"
         if s.error > 1:
             yield (

@@ -92,6 +92,12 @@ def test_gradients_are_compared_and_timed() -> None:
     assert "error: largest error of output and gradients" in text
 
 
+def test_what_cannot_run_is_named_once() -> None:
+    text = str(run(Variant(squared), backward=True))
+    assert "SDPA                      cannot run: the score_mod is more than a bias" in text
+    assert "SDPA has no backward here" not in text
+
+
 @pytest.mark.parametrize(
     ("variant", "case", "reason"),
     [
