@@ -54,14 +54,12 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
         return "an index of a captured tensor is not proven to stay inside it"
     if not (spec.emulated or query.is_cuda):
         return "the query is not on a CUDA device"
-    if inputs.grad_entropy is not None and (
-        any(inputs.needs_grad) or not template.entropies(widths) or inputs.dropout is not None
+    if inputs.grad_entropy is not None and not template.entropies(
+        widths, any(inputs.needs_grad), inputs.dropout is not None
     ):
         return "the entropy has a gradient, together with captured tensors, dropout or wide heads"
     if not program.has_softmax and not template.weights(widths, any(inputs.needs_grad)):
         return "without a softmax it has no kernel for these head dims, or for gradients of captured tensors"
-    if inputs.dropout is not None and not template.dropout:
-        return "its kernels have no dropout"
     if spec.deterministic and not template.ordered(widths):
         return "its kernel for these head dims does not add in a fixed order"
     if spec.deterministic and not exact_sums.fit(query, inputs.key, _learned(inputs)):

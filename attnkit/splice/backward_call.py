@@ -203,6 +203,8 @@ class BackwardCall:
             first = (*first, inputs.sink.contiguous(), *buffers.sink)
         dropout = () if inputs.dropout is None else (inputs.dropout,)
         first = (*first, *dropout)
+        if self.shifts and self.settings.with_entropy and any(self.needs_grad):
+            first = (*first, entropy_gradient.of_shifts(inputs))
         launches = [self._launch(self.preprocess, first, repeatable)]
         if self.table is not None:
             read = [*read[: self.table], odd_rows(read[self.table]), *read[self.table + 1 :]]

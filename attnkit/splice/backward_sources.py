@@ -79,7 +79,8 @@ def preprocess_source(
         rows: the score_mod, if it has terms that shift whole rows.
         checks: kind of the table of checked data, if there is one.
         sinks: number of tensors of an attention sink that the kernel takes: the sink, and the sums
-            of its gradient. With dropout the state follows.
+            of its gradient. With dropout the state follows, and with entropies what
+            `entropy_gradient.of_shifts` returns, if a tensor of `rows` needs a gradient.
     """
 
     def build() -> Build:
@@ -87,8 +88,10 @@ def preprocess_source(
 
         learned = None if rows is None else rows.arguments(settings)
         dtype, value_dim = settings.values["dtype"], settings.head_dims[1]
-        state = DROPOUT_STATE if settings.with_dropout else ()
-        arguments = preprocess_arguments(dtype, value_dim, learned, checks, sinks, state)
+        more = DROPOUT_STATE if settings.with_dropout else ()
+        if settings.with_entropy and rows is not None and any(rows.needs_grad):
+            more = (*more, *ENTROPY_GRADS)
+        arguments = preprocess_arguments(dtype, value_dim, learned, checks, sinks, more)
         hooks = None if rows is None else rows.hooks(settings, after=False)
         return Build(settings.template.preprocess(settings, with_lse, hooks), arguments)
 

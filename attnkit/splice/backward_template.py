@@ -61,11 +61,10 @@ class BackwardTemplate:
         block_kv: (widths, result of `switches` or of a `BackwardConfig`'s arguments) -> columns of a
             kv tile of one CTA.
         switches: case -> arguments of the `BackwardConfig` that depend on more than head dims.
-        dropout: whether the kernels can drop elements of the softmax.
         one_hot: case -> how many classes of columns the kernels can sum a gradient
             over in an MMA, see `GraphBackward`; 0 if they cannot.
-        entropies: widths -> whether the kernels can add the gradient of the rows' entropies, if no
-            captured tensor needs a gradient.
+        entropies: (widths, whether a captured tensor needs a gradient, whether elements are dropped)
+            -> whether the kernels can add the gradient of the rows' entropies.
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
             compute a backward without a softmax.
         ordered: widths -> whether the kernels can add to sums in a fixed order.
@@ -93,9 +92,8 @@ class BackwardTemplate:
     block_kv: Callable[[HeadDims, Mapping[str, Any]], int]
     row_sums: Callable[[HeadDims], bool]
     switches: Callable[[BackwardCase], dict[str, Any]]
-    dropout: bool
     one_hot: Callable[[BackwardCase], int]
-    entropies: Callable[[HeadDims], bool]
+    entropies: Callable[[HeadDims, bool, bool], bool]
     weights: Callable[[HeadDims, bool], bool]
     ordered: Callable[[HeadDims], bool]
     untested: Callable[[HeadDims], str]

@@ -29,7 +29,24 @@ def with_lse(inputs: BackwardInputs) -> Tensor | None:
 
 def of_sink(inputs: BackwardInputs) -> Tensor:
     """Return the sum of -g p log(p) over the rows of each head, where p is the sink's weight."""
-    assert inputs.sink is not None
     assert inputs.grad_entropy is not None
+    return -(inputs.grad_entropy * _sink_logs(inputs)).sum((0, 2))
+
+
+def of_shifts(inputs: BackwardInputs) -> Tensor:
+    """Return g (E + p log(p)) of each row, [B, Hq, Sq]; p is the sink's weight, 0 without a sink.
+
+    It is the sum of the gradients of a row's scores, less what `with_lse` adds to that sum: a term
+    that shifts the scores of a row, and not its sink, has this gradient.
+    """
+    assert inputs.entropy is not None
+    assert inputs.grad_entropy is not None
+    own = inputs.entropy if inputs.sink is None else inputs.entropy + _sink_logs(inputs)
+    return (inputs.grad_entropy * own).contiguous()
+
+
+def _sink_logs(inputs: BackwardInputs) -> Tensor:
+    """Return p log(p) of each row, [B, Hq, Sq], where p is the sink's weight."""
+    assert inputs.sink is not None
     p = torch.exp(inputs.sink[:, None] - inputs.lse).masked_fill_(inputs.lse == -math.inf, 0)
-    return -(inputs.grad_entropy * torch.xlogy(p, p)).sum((0, 2))
+    return torch.xlogy(p, p)

@@ -28,7 +28,7 @@ def preprocess_arguments(
     learned: tuple[list[Any], list[Any]] | None = None,
     checks: Sequence[tuple[str, int, bool]] = (),
     sinks: int = 0,
-    state: Sequence[tuple[str, int, bool]] = (),
+    more: Sequence[tuple[str, int, bool]] = (),
 ) -> tuple[Any, ...]:
     """Build the arguments of `templates.common.preprocess.Preprocess`.
 
@@ -38,14 +38,14 @@ def preprocess_arguments(
         learned: captured tensors and their gradients, from `learned_arguments`; None without hooks.
         checks: kind of the table of checked data, as in `main_arguments`, if there is one.
         sinks: number of tensors of an attention sink, see `preprocess_source`.
-        state: kind of the state of dropout, if there is one.
+        more: kinds of the tensors of dropout and entropies that follow.
     """
     tiles, rows = (tile_tensor(dtype, value_dim) for _ in range(2)), (row_tensor(), row_tensor())
     tables = [captured_tensor(*kind) for kind in checks]
     captured, totals = learned or ([], [])
     floats = (_floats() for _ in range(3))
     sink = [captured_tensor("float32", 1, True), row_tensor()][:sinks]
-    sink += [captured_tensor(*kind) for kind in state]
+    sink += [captured_tensor(*kind) for kind in more]
     return (*tiles, *rows, *floats, tables, captured, totals, sink, cuda.CUstream(0))
 
 

@@ -58,6 +58,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
 
     ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
     sizes: dict[str, Any] = {"head_dim": case.widths[0], "head_dim_v": case.widths[1]}
+    sizes |= {"with_dropout": case.dropout}
     fits = case.additive and not case.learned and BackwardConfig(**sizes, **ctas).less_delta
     return ctas | {"less_lse": fits}
 
@@ -123,9 +124,8 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
-    dropout=False,
     one_hot=lambda case: 0,
-    entropies=lambda widths: False,
+    entropies=lambda widths, learned, dropout: True,
     weights=lambda widths, learned: True,
     ordered=lambda widths: True,
     untested=lambda widths: "",

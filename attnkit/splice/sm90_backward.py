@@ -97,9 +97,9 @@ def one_hot(case: BackwardCase) -> int:
     return CLASSES if fits and case.additive else 0
 
 
-def entropies(widths: tuple[int, int]) -> bool:
+def entropies(widths: tuple[int, int], learned: bool, dropout: bool) -> bool:
     """Return whether the kernels can add the gradient of the rows' entropies."""
-    return max(widths) <= 128
+    return max(widths) <= 128 and not (learned or dropout)
 
 
 def splits(settings: BackwardSettings) -> bool:
@@ -221,7 +221,6 @@ BACKWARD = BackwardTemplate(
     block_kv=block_kv,
     row_sums=row_sums,
     switches=switches,
-    dropout=True,
     one_hot=one_hot,
     entropies=entropies,
     weights=weights,

@@ -96,7 +96,7 @@ class DropoutState:
         totals = [Int32(0)] * 4
         for g in range(0, count - 1, 2):
             drawn = self.words(*at(Int32(step) + g))
-            totals = [_inserted(t, self.compared(x), g) for t, x in zip(totals, drawn, strict=True)]
+            totals = [inserted(t, self.compared(x), g) for t, x in zip(totals, drawn, strict=True)]
         results = []
         for a, b in places:
             own = cutlass.select_(odd, totals[b], totals[a])
@@ -107,7 +107,7 @@ class DropoutState:
             drawn = self.words(*at(Int32(count - 1)))
             for i, (a, b) in enumerate(places):
                 word = self.compared(cutlass.select_(odd, drawn[b], drawn[a]))
-                results[i] = _inserted(results[i], word, count - 1)
+                results[i] = inserted(results[i], word, count - 1)
         return results[0], results[1]
 
     def compared(self, word: Any) -> Any:
@@ -148,8 +148,11 @@ def is_kept(words: Any, g: int, byte: int) -> Any:
     return device.bit(words, 8 * byte + 7 - g)
 
 
-def _inserted(words: Any, word: Any, g: int) -> Any:
-    """Return `words` with the bits 7 of a compared word's bytes, `g` places further to the right."""
+def inserted(words: Any, word: Any, g: int) -> Any:
+    """Return `words` with the bits 7 of a compared word's bytes, `g` places further to the right.
+
+    `g` is from 0 to 7.
+    """
     # an arithmetic shift, but the mask removes the copies of the sign
     mask = (~SEVEN_BITS & 0xFFFFFFFF) >> g
     return words | ((word >> g) & Int32(mask - (1 << 32) * (g == 0)))

@@ -43,6 +43,7 @@ class PreprocessConfig(Protocol):
         less_lse, less_delta: whether the MMAs subtract LSE and delta, see `lse_in_mma`.
         sum_order: "" if sums have no order.
         with_dropout: whether elements of the softmax are dropped.
+        with_entropy: whether the rows' entropies have a gradient.
     """
 
     @property
@@ -59,6 +60,8 @@ class PreprocessConfig(Protocol):
     def sum_order(self) -> str: ...
     @property
     def with_dropout(self) -> bool: ...
+    @property
+    def with_entropy(self) -> bool: ...
 
 
 class Preprocess(ExactSums):
@@ -122,7 +125,9 @@ class Preprocess(ExactSums):
                 hooks.
             sinks: the attention sink, float32 [H], if the kernel needs it; and the sums of its
                 gradient, float32 [B, H, 4 * grid blocks], written, if that is needed. With
-                `with_dropout` the state of dropout follows, int64 [2].
+                `with_dropout` the state of dropout follows, int64 [2]. With `with_entropy`, if
+                there are `totals`, follows float32 [B, H, S]: for each row the sum of the gradients
+                of its scores, less the one that `grad_lse` implies.
             stream: CUDA stream.
         """
         length, heads, batch = out.shape[2], out.shape[1], out.shape[0]
@@ -158,7 +163,9 @@ class Preprocess(ExactSums):
         sinks: list,
     ):
         """Write LSE and delta of 64 rows, and clear the sums or the flags of these rows of dQ."""
-        count = len(sinks) - (1 if const_expr(self.config.with_dropout) else 0)
+        count = len(sinks) - (1 if const_expr(self.config.with_entropy and len(totals) > 0) else 0)
+        sinks, more = sinks[:count], sinks[count:]
+        count = count - (1 if const_expr(self.config.with_dropout) else 0)
         sinks, dropout = sinks[:count], sinks[count:]
         # threads per row, a power of two; at most a warp, which sums the row
         lanes = min(1 << (self.config.head_dim_v // VECTOR - 1).bit_length(), WARP)
@@ -211,6 +218,8 @@ class Preprocess(ExactSums):
             # The softmax weights of a row and of its sink sum to 1, so do the gradients to dLSE.
             total = grad_lse[place] if const_expr(self.with_lse) else Float32(0.0)
             total = total - sink_grad
+            if const_expr(len(more) > 0):
+                total = total + more[0][place]
             self.add_shifts(site, place[2], own_inside, value, delta, total, totals)
         if thread % lanes < passes:
             unmasked = block * ROWS + own_row < lse.shape[2]

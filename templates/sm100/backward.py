@@ -29,7 +29,6 @@ from attnkit.templates.common.lse_in_mma import CORE_WORDS
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_barriers import BackwardBarriers
-from attnkit.templates.sm100.backward_captured_grads import CapturedGrads
 from attnkit.templates.sm100.backward_compute import ComputeWarpgroup, Parts
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_dq_reduce import DqReduce
@@ -37,6 +36,7 @@ from attnkit.templates.sm100.backward_epilogue import Epilogue
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
 from attnkit.templates.sm100.backward_mma import Mma, Operands
 from attnkit.templates.sm100.backward_producer import LoadTargets, Producer
+from attnkit.templates.sm100.backward_score_grads import ScoreGrads
 from attnkit.templates.sm100.backward_shared import (
     COMPUTE_WARP,
     MMA_WARP,
@@ -78,7 +78,7 @@ class Backward:
         self.producer = Producer(config)
         self.mma = Mma(config, self.lse_in_mma, self.dtype)
         self.compute = ComputeWarpgroup(
-            config, Parts(group, self.lse_in_mma, softmax, CapturedGrads(softmax), epilogue)
+            config, Parts(group, self.lse_in_mma, softmax, ScoreGrads(softmax), epilogue)
         )
         self.dq_reduce = DqReduce(config, group)
 
@@ -113,6 +113,8 @@ class Backward:
         Args:
             lse, delta: also allowed as extra columns of the MMAs, see `common.lse_in_mma`.
             sums: in tiles with the layout of `backward_dq_reduce`.
+            captured: captured tensors, then with `with_entropy` the gradients of the rows' entropies,
+                float32 [B, H, S], then with `with_dropout` the state of dropout, int64 [2].
             order: one semaphore per tile of the sums.
         """
         c, dtype = self.config, self.dtype

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers
 
@@ -28,11 +28,11 @@ from attnkit.templates.sm100.backward_2cta_dq_reduce import DqReduce2Cta
 from attnkit.templates.sm100.backward_2cta_mma import Mma2Cta, Operands2Cta
 from attnkit.templates.sm100.backward_2cta_producer import Producer2Cta
 from attnkit.templates.sm100.backward_barriers import Backward2CtaBarriers
-from attnkit.templates.sm100.backward_captured_grads import CapturedGrads
 from attnkit.templates.sm100.backward_compute import ComputeWarpgroup, Parts
 from attnkit.templates.sm100.backward_config import SLICE, BackwardConfig
 from attnkit.templates.sm100.backward_epilogue import Epilogue2Cta
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
+from attnkit.templates.sm100.backward_score_grads import ScoreGrads
 from attnkit.templates.sm100.backward_shared import (
     COMPUTE_WARP,
     HALF,
@@ -76,7 +76,7 @@ class Backward2Cta:
         self.producer = Producer2Cta(config, self.group)
         self.mma = Mma2Cta(config, self.lse_in_mma, self.group, self.dtype)
         self.compute = ComputeWarpgroup(
-            config, Parts(self.group, self.lse_in_mma, softmax, CapturedGrads(softmax), epilogue)
+            config, Parts(self.group, self.lse_in_mma, softmax, ScoreGrads(softmax), epilogue)
         )
         self.dq_reduce = DqReduce2Cta(config, self.group)
 
@@ -239,7 +239,8 @@ class Backward2Cta:
             with cute.arch.elect_one():
                 bars.init(c, self.group.rank())
             device.allocate(tmem_base, 2)
-            self.lse_in_mma.write_factors(factors, problem.scale)
+            if const_expr(c.less_delta):
+                self.lse_in_mma.write_factors(factors, problem.scale)
         cute.arch.mbarrier_init_fence()
         # each CTA arrives at barriers of the other, which must be initialised
         fence_before()

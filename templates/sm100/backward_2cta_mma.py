@@ -166,13 +166,13 @@ class Mma2Cta:
         )
 
     def issue_dp(self, operands: Operands2Cta, count: Int32, bars: Backward2CtaBarriers) -> None:
-        """Issue dP^T = V dO^T - delta."""
+        """Issue dP^T = V dO^T, or dP^T = V dO^T - delta with `less_delta`."""
         c, at = self.config, per_block(operands, count)
         cute.arch.mbarrier_wait(bars.do_rows.full, count & 1)
         # dQ of the previous block is between the halves of dS, in the columns of dP
         cute.arch.mbarrier_wait(bars.dq_empty, (count & 1) ^ 1)
         fence_after()
-        rows = (at.factors + 4 * CORE_WORDS, at.delta)
+        rows = (at.factors + 4 * CORE_WORDS, at.delta) if c.less_delta else None
         self._issue_scores(
             at.tmem + c.dp_column, (at.v, at.do), rows, (bars.dp_full, bars.do_rows.empty)
         )

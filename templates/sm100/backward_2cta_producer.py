@@ -153,7 +153,10 @@ class Producer2Cta:
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         half_words = HALF * ROW_WORDS  # words of extra columns, for a CTA's half of the rows
         lse_tiles = cute.flat_divide(lists.lse, (half_words if const_expr(c.less_lse) else bm,))
-        delta_tiles = cute.flat_divide(lists.delta, (half_words,))
+        delta_tiles = cute.flat_divide(
+            lists.delta, (half_words if const_expr(c.less_delta) else bm,)
+        )
+        plain = self.plain_statistics(lse_tiles, delta_tiles, rows)
         loads = Loads(
             atoms,
             tuple(to for to, _ in sides),
@@ -187,12 +190,15 @@ class Producer2Cta:
                 with cute.arch.elect_one():
                     # the lane that writes the word also arrives
                     info[r] = q_word
-                    if const_expr(c.less_lse):  # LSE comes with Q's rows
+                    if const_expr(len(plain) == 0):
                         cute.arch.mbarrier_arrive(bars.block_full + r)
                     else:
-                        cute.arch.mbarrier_arrive_and_expect_tx(bars.block_full + r, 4 * bm)
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            bars.block_full + r, 4 * bm * len(plain)
+                        )
+                    for statistic, target in plain:
                         cute.copy(
-                            bulk, lse_tiles[None, first_row + block], rows.lse[None, r],
+                            bulk, statistic[None, first_row + block], target[None, r],
                             mbar_ptr=bars.block_full + r,
                         )  # fmt: skip
                 at = (block, h, b, first_row)
@@ -244,6 +250,17 @@ class Producer2Cta:
         with cute.arch.elect_one():
             info[self.group.record(kv_count) + WorkTile.VALID] = Int32(0)
             cute.arch.mbarrier_arrive(bars.k_full)
+
+    def plain_statistics(
+        self, lse_tiles: cute.Tensor, delta_tiles: cute.Tensor, rows: SmemRows
+    ) -> list[tuple[cute.Tensor, cute.Tensor]]:
+        """Return (tiles, target) of the statistics that no MMA subtracts.
+
+        They come with the word of a q block, the others with the rows of Q or dO.
+        """
+        c = self.config
+        found = [] if c.less_lse else [(lse_tiles, rows.lse)]
+        return found if c.less_delta else [*found, (delta_tiles, rows.delta)]
 
     @cute.jit
     def load_k_rows(
@@ -392,7 +409,7 @@ class Producer2Cta:
         cute.arch.mbarrier_wait(barriers.empty, (count & 1) ^ 1)
         rank = self.group.rank()
         of_q, of_rows = load == Load.Q_ROWS, load in (Load.Q_ROWS, Load.DO_ROWS)
-        with_rows = load == Load.DO_ROWS or (of_q and c.less_lse)
+        with_rows = (load == Load.DO_ROWS and c.less_delta) or (of_q and c.less_lse)
         statistic = loads.lse_tiles if const_expr(of_q) else loads.delta_tiles
         target = rows.lse if const_expr(of_q) else rows.delta
         with cute.arch.elect_one():

@@ -16,10 +16,10 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_barriers import CommonBarriers
-from attnkit.templates.sm100.backward_captured_grads import CapturedGrads
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_epilogue import Epilogue, GradTarget
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
+from attnkit.templates.sm100.backward_score_grads import ScoreGrads
 from attnkit.templates.sm100.backward_shared import (
     HALF,
     WARPGROUP,
@@ -40,7 +40,7 @@ class Parts:
     group: Group
     lse_in_mma: LseInMma
     softmax: SoftmaxBackward
-    captured_grads: CapturedGrads
+    score_grads: ScoreGrads
     epilogue: Epilogue
 
 
@@ -57,7 +57,7 @@ class ComputeWarpgroup:
         self.group = parts.group
         self.lse_in_mma = parts.lse_in_mma
         self.softmax = parts.softmax
-        self.captured_grads = parts.captured_grads
+        self.score_grads = parts.score_grads
         self.epilogue = parts.epilogue
 
     @cute.jit
@@ -85,6 +85,8 @@ class ComputeWarpgroup:
             problem: sizes of the launch.
         """
         c, p, info = self.config, problem, rows.info
+        own = len(captured) - c.extras
+        captured, extras = captured[:own], captured[own:]
         atoms, tiles, views = stores
         smem_dv, smem_ds = smem
         thread, _, _ = cute.arch.thread_idx()
@@ -98,7 +100,7 @@ class ComputeWarpgroup:
             cute.make_rmem_tensor(half, Float32),  # f32 [block_q / 2]
             cute.make_rmem_tensor(2, Int32),  # int32 [2], one bit per row
         )
-        sums = self.captured_grads.begin(totals)
+        sums = self.score_grads.begin(totals)
         q_count, kv_count, acc_count = Int32(0), Int32(0), Int32(0)
 
         def write(at: int, packed: Any) -> None:
@@ -115,14 +117,16 @@ class ComputeWarpgroup:
             kv_rows = self.group.kv_rows(kv_block)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_rows * c.rows_kv)
-            tile = self.softmax.begin(site, row)
-            self.captured_grads.reset(sums)
+            tile = self.softmax.begin(site, row, extras, p.heads)
+            self.score_grads.reset(sums)
             for i in cutlass.range(count, unroll=1):
                 r = q_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.block_full + r, q_phase(c, q_count))
                 word = info[r]
-                statistics = self.lse_in_mma.statistics(rows.lse, rows.delta, r, row0)
-                block = QBlock(word, row0, *statistics)
+                lse, delta = self.lse_in_mma.statistics(rows.lse, rows.delta, r, row0)
+                # drawn while the tensor cores compute S
+                dropout = self.softmax.draw(word, row0, tile)
+                block = QBlock(word, row0, lse, delta, dropout)
                 cute.arch.mbarrier_wait(bars.s_full, q_count & 1)
                 fence_after()
                 self.softmax.compute_p(block, tile, tmem_s, scratch)
@@ -135,7 +139,7 @@ class ComputeWarpgroup:
                 cute.arch.mbarrier_wait(bars.dq_full, ((q_count * c.dq_parts) & 1) ^ 1)
                 fence_after()
                 self.softmax.compute_ds(
-                    block, tile, scratch, tmem_dp, write, self.captured_grads, sums
+                    block, tile, scratch, tmem_dp, write, self.score_grads, sums
                 )
                 # the tensor cores read dS from shared memory by the async proxy
                 space = "cluster" if c.two_cta else "cta"
@@ -144,7 +148,7 @@ class ComputeWarpgroup:
                 self.epilogue.release_block(bars, r)
                 q_count += 1
             if count > 0:
-                self.captured_grads.flush(tile, sums)
+                self.score_grads.flush(tile, sums)
             else:
                 self.epilogue.wait_last_tile(bars, kv_count, True)
             if const_expr(not c.accumulate):

@@ -41,6 +41,8 @@ class BackwardConfig:
             also subtract delta from dP, a mod that only adds terms to the score that do not depend
             on the score, and no captured tensors that need a gradient.
         weights: there is no softmax, P is the modified score.
+        with_entropy: add the gradient of the rows' entropies.
+        with_dropout: drop elements of the softmax, see `backward_dropout`.
     """
 
     dtype: str = "bfloat16"
@@ -52,8 +54,9 @@ class BackwardConfig:
     two_cta: bool = False
     less_lse: bool = False
     weights: bool = False
+    with_entropy: bool = False
+    with_dropout: bool = False
 
-    with_dropout = False  # no kernel drops elements of the softmax yet
     rows_kv = 128  # kv positions per CTA
     slices = 2  # buffers in shared memory for slices of sums
 
@@ -61,6 +64,11 @@ class BackwardConfig:
     def ctas(self) -> int:
         """Return the number of CTAs per work tile."""
         return 2 if self.two_cta else 1
+
+    @property
+    def extras(self) -> int:
+        """Return the number of tensors that follow the captured ones: of entropies and dropout."""
+        return self.with_entropy + self.with_dropout
 
     @property
     def block_kv(self) -> int:
@@ -86,8 +94,11 @@ class BackwardConfig:
     def less_delta(self) -> bool:
         """Return whether the MMAs subtract delta from dP.
 
-        They do if shared memory has room for the extra columns.
+        They do if shared memory has room for the extra columns. With dropout they do not, because
+        of an element that is dropped dP is 0, and delta is not.
         """
+        if self.with_dropout:
+            return False
         return self.two_cta or (self.head_dim, self.head_dim_v) != (128, 128)
 
     @property
@@ -104,7 +115,11 @@ class BackwardConfig:
         lse, delta = self.words
         q_rows = self.q_stages * self.block_q
         if self.two_cta:
-            return self.block_q // 2 * lse if self.less_lse else q_rows, self.block_q // 2 * delta
+            half = self.block_q // 2
+            return (
+                half * lse if self.less_lse else q_rows,
+                half * delta if self.less_delta else q_rows,
+            )
         return q_rows * lse, self.stages * self.block_q * delta if self.less_delta else q_rows
 
     @property
@@ -169,6 +184,8 @@ class BackwardConfig:
     @property
     def registers(self) -> Registers:
         """Return the registers per thread of each role; 512 threads share 65536 registers."""
+        if self.block_q == 64 and self.with_dropout:
+            return Registers(compute=168, reduce=104, others=72)
         if self.block_q == 64:
             return Registers(compute=160, reduce=104, others=88)
         if self.two_cta and self.sum_order:
@@ -234,7 +251,9 @@ class BackwardConfig:
                 "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
-            return "less_lse=True with head dims of 128 and two_cta=False: expected False"
+            return "less_lse=True with dropout, or with head dims of 128 and two_cta=False: expected False"
+        if self.weights and (self.with_entropy or self.with_dropout):
+            return "entropies or dropout without a softmax: expected neither"
         if self.dtype not in ("bfloat16", "float16"):
             return f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'"
         if self.sum_order not in ("", "ascending", "descending"):

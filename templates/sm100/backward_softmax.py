@@ -8,6 +8,9 @@ column of tensor memory.
 The gradient of the raw scores is dS = P J (dP - delta), where J, the slope of the mod, is its
 derivative with respect to the raw score. P J stays in registers until dP is computed. Without a
 softmax P is the modified score itself, and dS = J dP: there is no delta.
+
+The gradient g of a row's entropy E adds -g P J (log(P) + E) to dS. Delta includes g E. `ScoreGrads`
+then computes dS from the raw scores, which stay in registers instead of P J.
 """
 
 from __future__ import annotations
@@ -20,20 +23,37 @@ import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device as common_device
-from attnkit.templates.common.constants import LOG2_E
+from attnkit.templates.common.constants import LN2, LOG2_E
+from attnkit.templates.common.dropout import DropoutState, log_survivor_scale, survivor_scale
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_dropout import BackwardDropout
 from attnkit.templates.sm100.config import HEAVIEST
 from attnkit.templates.sm100.device import after, bits_below
 
 if TYPE_CHECKING:
-    from attnkit.templates.sm100.backward_captured_grads import CapturedGrads, CapturedSums
+    from attnkit.templates.sm100.backward_score_grads import CapturedSums, ScoreGrads
 
 CHUNK, GROUP = 32, 8  # rows per load from tensor memory; rows per call of the hooks
-LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same if captured tensors have gradients
+LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same if raw scores stay in registers
+
+
+@dataclass(frozen=True)
+class EntropyGrads:
+    """Holds what the gradient of the rows' entropies needs.
+
+    Attributes:
+        grads: f32 [B, H, S], the gradients g.
+        factor: what multiplies g log2(P): -ln(2), divided by the survivors' scale of dropout.
+        shift: log2 of that scale, by which exponents are too large; None without dropout.
+    """
+
+    grads: cute.Tensor
+    factor: Any
+    shift: Any
 
 
 @dataclass(frozen=True)
@@ -45,12 +65,18 @@ class KvBlock:
         head: values of the hook `head`.
         columns: (kv, value of `fixed_columns`, values of `columns`) of the thread's column.
         inside: whether that column is inside the tensors.
+        position: the column, also if it is outside of the tensors.
+        dropout: state of dropout; None without dropout.
+        entropy: gradients of the entropies; None without them.
     """
 
     site: Site
     head: Any
     columns: tuple[Any, ...]
     inside: Any
+    position: Int32
+    dropout: DropoutState | None
+    entropy: EntropyGrads | None
 
 
 @dataclass(frozen=True)
@@ -63,12 +89,14 @@ class QBlock:
         lse: LSE of the thread's rows in log2 units, inf for fully masked rows, f32 [block_q / 2] in
             shared memory; None if the MMAs subtract it.
         delta: -delta of these rows, in the same form.
+        dropout: random bits of these rows; None without dropout.
     """
 
     word: Int32
     row0: Int32
     lse: cute.Tensor | None
     delta: cute.Tensor | None
+    dropout: BackwardDropout | None
 
 
 @dataclass(frozen=True)
@@ -76,9 +104,8 @@ class Scratch:
     """Holds registers that `compute_p` writes for `compute_ds`.
 
     Attributes:
-        slopes: f32 [block_q / 2], P J, or raw scores if captured tensors have gradients.
-        keep: int32 [2], a bit for each row that the mask keeps, written only if captured tensors
-            have gradients.
+        slopes: f32 [block_q / 2], P J, or raw scores if `SoftmaxBackward.keeps_scores`.
+        keep: int32 [2], a bit for each row that the mask keeps, written only then.
     """
 
     slopes: cute.Tensor
@@ -99,12 +126,19 @@ class SoftmaxBackward:
         self.hooks = hooks
         self.dtype = dtype
 
-    def begin(self, site: Site, offset: Int32) -> KvBlock:
+    @property
+    def keeps_scores(self) -> bool:
+        """Return whether raw scores stay in registers, for `ScoreGrads`, instead of P J."""
+        return bool(self.hooks.gradient_levels) or self.config.with_entropy
+
+    def begin(self, site: Site, offset: Int32, extras: list[Any], heads: Int32) -> KvBlock:
         """Compute the values that a thread uses for a whole kv block.
 
         Args:
             site: position of the block; its origin is the block's first column.
             offset: the thread's column within the block.
+            extras: gradients of the entropies, and state of dropout, as far as the config says.
+            heads: number of query heads.
         """
         hooks = self.hooks
         head = hooks.head(site)
@@ -112,13 +146,37 @@ class SoftmaxBackward:
         clamped = cutlass.min(kv, site.kv_len - 1)
         constants = hooks.fixed_columns(site, head, [offset])
         values = hooks.columns(site, head, [clamped], hooks.has_mask)
-        return KvBlock(site, head, ((clamped, constants[0], values[0]),), kv < site.kv_len)
+        dropout, entropy = None, None
+        if self.config.with_dropout:
+            dropout = DropoutState.read(extras[-1], site.b * heads + site.h)
+        if self.config.with_entropy:
+            factor, shift = Float32(-LN2), None
+            if self.config.with_dropout:
+                factor = factor / survivor_scale(extras[-1])
+                shift = log_survivor_scale(extras[-1]) * Float32(LOG2_E)
+            entropy = EntropyGrads(extras[0], factor, shift)
+        columns = ((clamped, constants[0], values[0]),)
+        return KvBlock(site, head, columns, kv < site.kv_len, kv, dropout, entropy)
+
+    def draw(self, word: Int32, row0: Int32, tile: KvBlock) -> BackwardDropout | None:
+        """Draw the random bits of the thread's rows of a q block; None without dropout.
+
+        Args:
+            word: the block's word.
+            row0: the thread's first row within the block.
+            tile: values of the kv block.
+        """
+        if tile.dropout is None:
+            return None
+        first, rows = (word >> 2) * self.config.block_q + row0, self.config.block_q // 2
+        return BackwardDropout.draw(tile.dropout, first, tile.position, rows)
 
     @cute.jit
     def compute_p(self, block: QBlock, tile: KvBlock, address: Int32, scratch: Scratch):
         """Compute P J into `scratch` and P into tensor memory, from scores in tensor memory.
 
-        Without a softmax, `scratch` receives J.
+        Without a softmax, `scratch` receives J. With dropout P in tensor memory lacks the elements
+        that are dropped, and P J does not.
 
         Args:
             block: the q block.
@@ -144,7 +202,7 @@ class SoftmaxBackward:
 
         They are small if each row needs registers of its own.
         """
-        if self.hooks.gradient_levels:
+        if self.keeps_scores:
             # exact sums need registers, and so do the longer rings for head dim 64
             heavy = self.hooks.instruction_estimate >= HEAVIEST and self.config.head_dim == 64
             return LEARNED_CHUNK // (2 if self.config.sum_order or heavy else 1), LEARNED_GROUP
@@ -154,21 +212,21 @@ class SoftmaxBackward:
     def row_after(self, first: Int32, word: Int32, before: list[Any]) -> Any:
         """Return `first` with a false dependency on the previous group of rows.
 
-        Otherwise the compiler would load the row values of all groups at once, for which gradients
-        of captured tensors leave no registers.
+        Otherwise the compiler would load the row values of all groups at once, for which
+        `ScoreGrads` leaves no registers.
         """
-        if not before or not self.hooks.gradient_levels:
+        if not before or not self.keeps_scores:
             return first
         return after(first, before[-1:], word >> 31)  # 0, because words are positive
 
     def _compute_p(
         self, block: QBlock, masked: bool, tile: KvBlock, address: Int32, scratch: Scratch
     ) -> None:
-        hooks, slopes, keep_words = self.hooks, scratch.slopes, scratch.keep
+        slopes, keep_words = scratch.slopes, scratch.keep
         first = (block.word >> 2) * self.config.block_q + block.row0
         rows = cute.size(slopes)
         words = self.mask_words(block, tile, first, rows) if masked else []
-        if hooks.gradient_levels:
+        if self.keeps_scores:
             for i in range(cute.size(keep_words)):
                 keep_words[i] = words[i] if i < len(words) else Int32(-1)
         size, group = self.sizes(masked)
@@ -181,15 +239,18 @@ class SoftmaxBackward:
                 begin = self.row_after(first + at, block.word, ps)
                 ps, ws, keep = self._group(block, words, tile, begin, raw, at)
                 for k in range(group):
-                    slopes[at + k] = raw[k] if hooks.gradient_levels else ws[k]
-                    if hooks.gradient_levels and masked and self.by_element:
+                    slopes[at + k] = raw[k] if self.keeps_scores else ws[k]
+                    if self.keeps_scores and masked and self.by_element:
                         i, others = (at + k) // 32, Int32(~bit_of(at + k))
                         keep_words[i] = cutlass.select_(
                             keep[k], keep_words[i], keep_words[i] & others
                         )
-                packed += [
+                pairs = [
                     common_device.pack(ps[k], ps[k + 1], self.dtype) for k in range(0, group, 2)
                 ]
+                if block.dropout is not None:
+                    pairs = [p & block.dropout.pair_mask(at + 2 * k) for k, p in enumerate(pairs)]
+                packed += pairs
             # overwrites columns that this thread has read
             device.store(address + chunk // 2, packed)
 
@@ -224,9 +285,9 @@ class SoftmaxBackward:
         ws = ps
         if self.config.weights:
             ws = [Float32(1.0)] * count if slope is None else slope
-        elif slope is not None and not hooks.gradient_levels:
+        elif slope is not None and not self.keeps_scores:
             ws = device.times(ps, slope)
-        if ws is not ps and not hooks.gradient_levels:
+        if ws is not ps and not self.keeps_scores:
             if masked:  # a slope may be inf where p is 0
                 ws = [cutlass.select_(k, w, Float32(0.0)) for k, w in zip(keep, ws, strict=True)]
         return ps, ws, keep
@@ -289,6 +350,18 @@ class SoftmaxBackward:
     ) -> tuple[list[Any], list[Any] | None]:
         """Return unmasked P of some elements, and the slopes of the mod (None if all are 1).
 
+        The arguments are those of `exponents`.
+        """
+        x, slope = self.exponents(tile, rows, places, lse)
+        return x if self.config.weights else [common_device.exp2(e) for e in x], slope
+
+    def exponents(
+        self, tile: KvBlock, rows: Any, places: Any, lse: Any
+    ) -> tuple[list[Any], list[Any] | None]:
+        """Return log2 of unmasked P of some elements, and the slopes of the mod (None if all are 1).
+
+        Without a softmax the first are P itself.
+
         Args:
             tile: values of the kv block.
             rows: what `rows_of` returns.
@@ -308,7 +381,7 @@ class SoftmaxBackward:
             x = device.scaled(x, factor, addends)
         elif factor is not None:
             x = device.times(x, [factor] * len(x))
-        return [common_device.exp2(e) for e in x], slope
+        return x, slope
 
     def _alibi(self, tile: KvBlock, rows: Any) -> list[Any] | None:
         """Return the distance terms of some rows' exponents, or None if there are none."""
@@ -334,9 +407,11 @@ class SoftmaxBackward:
     def compute_ds(
         self, block: QBlock, tile: KvBlock, scratch: Scratch, address: Int32,
         write: Callable[[int, list[Any]], None],
-        captured: CapturedGrads, sums: CapturedSums,
+        by_score: ScoreGrads, sums: CapturedSums,
     ) -> None:  # fmt: skip
         """Write dS = P J (dP - delta) to tensor memory and to shared memory, in the dtype.
+
+        With dropout, dP of an element that is dropped is 0.
 
         Args:
             block: the q block.
@@ -344,7 +419,7 @@ class SoftmaxBackward:
             scratch: registers that `compute_p` has written.
             address: tensor-memory address of the thread's dP.
             write: function of (first row, four pairs of elements) that writes to shared memory.
-            captured, sums: accumulate the gradients of captured tensors.
+            by_score, sums: compute dS from raw scores, and sum the gradients of captured tensors.
         """
         c, slopes = self.config, scratch.slopes
         size, group = self.sizes()
@@ -355,13 +430,17 @@ class SoftmaxBackward:
             packed: list[Any] = []
             for at in range(chunk, chunk + size, group):
                 grads = dp[at - chunk : at - chunk + group]
+                if block.dropout is not None:
+                    kept = [block.dropout.is_kept(at + k) for k in range(group)]
+                    pairs = zip(kept, grads, strict=True)
+                    grads = [cutlass.select_(k, x, Float32(0.0)) for k, x in pairs]
                 if block.delta is not None:
                     grads = device.plus(grads, self.values(block.delta, at, group))
-                if self.hooks.gradient_levels:
+                if self.keeps_scores:
                     first = (block.word >> 2) * c.block_q + block.row0 + at
                     first = self.row_after(first, block.word, ds)
                     lse = self.values(block.lse, at, group)
-                    ds = captured.compute_ds(tile, first, scratch, lse, grads, at, sums)
+                    ds = by_score.compute_ds(tile, first, scratch, lse, grads, at, sums)
                 else:
                     ds = device.times([slopes[at + k] for k in range(group)], grads)
                 packed += [

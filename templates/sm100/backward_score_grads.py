@@ -1,21 +1,34 @@
-"""Accumulate gradients of captured tensors in the Blackwell backward.
+"""Compute dS from raw scores in the Blackwell backward, and sum gradients of captured tensors.
+
+Captured tensors that need a gradient, and gradients of the rows' entropies, need P in float32 when
+dP is known. P is then computed again, from raw scores.
 
 The gradient of a load is reduced before it is added in memory. The reduction depends on the level
 at which the load's index is known: in a register over a whole work tile for "head" and "column",
 over the columns of a warp for "row". Gradients of other loads are added element by element; where
-several elements read the same entry, a thread sums them first (`common.place_runs`). All sums are float32; in deterministic mode the sums in memory are exact (`common.exact_sums`).
+several elements read the same entry, a thread sums them first (`common.place_runs`). All sums are
+float32; in deterministic mode the sums in memory are exact (`common.exact_sums`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from attnkit.templates.common import device
 from attnkit.templates.common.place_runs import PlaceRuns, Runs
-from attnkit.templates.sm100.backward_softmax import KvBlock, Scratch, SoftmaxBackward, bit_of
+from attnkit.templates.common.softmax import at_least
+from attnkit.templates.sm100.backward_softmax import (
+    EntropyGrads,
+    KvBlock,
+    Scratch,
+    SoftmaxBackward,
+    bit_of,
+)
 
 # number of sums that a thread keeps over a work tile, by the level of the load's index
 RUNNING = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
@@ -36,8 +49,8 @@ class CapturedSums:
     totals: Any
 
 
-class CapturedGrads(PlaceRuns):
-    """Accumulates the gradients of captured tensors.
+class ScoreGrads(PlaceRuns):
+    """Computes dS from raw scores, and accumulates the gradients of captured tensors.
 
     Args:
         softmax: recomputes P.
@@ -83,8 +96,16 @@ class CapturedGrads(PlaceRuns):
         if self.config.weights:
             dfs = [self._if_kept(scratch, at + k, dp[k]) for k in range(count)]
         else:
-            exact = self.softmax.exponentials(tile, rows, places, lse)[0]
-            ps = [self._if_kept(scratch, at + k, exact[k]) for k in range(count)]
+            powers, slope = self.softmax.exponents(tile, rows, places, lse)
+            ps = [
+                self._if_kept(scratch, at + k, device.exp2(power)) for k, power in enumerate(powers)
+            ]
+            if tile.entropy is not None:
+                # where the mask keeps nothing, a power may be inf and its product with P NaN
+                logs = [self._if_kept(scratch, at + k, power) for k, power in enumerate(powers)]
+                dp = with_entropy(tile.entropy, tile.site, rows, logs, dp)
+            if not self.hooks.gradient_levels:
+                return self._scaled(scratch, at, ps, slope, dp)
             dfs = [ps[k] * dp[k] for k in range(count)]
         grads = [(k, 0, s, dfs[k]) for k, _, s in places]
         ds, values, known = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
@@ -93,6 +114,15 @@ class CapturedGrads(PlaceRuns):
             self._add(i, level, place, tile, rows, values[i], known[i], sums)
             place += RUNNING[level]
         return ds
+
+    def _scaled(
+        self, scratch: Scratch, at: int, ps: list[Any], slope: list[Any] | None, dp: Any
+    ) -> list[Any]:
+        """Return P J dP, where `dp` is dP - delta; the row numbers begin at `at`."""
+        if slope is not None:  # a slope may be inf where p is 0
+            products = zip(ps, slope, strict=True)
+            ps = [self._if_kept(scratch, at + k, p * j) for k, (p, j) in enumerate(products)]
+        return [p * x for p, x in zip(ps, dp, strict=True)]
 
     def _if_kept(self, scratch: Scratch, row: int, value: Any) -> Any:
         kept = (scratch.keep[row // 32] & bit_of(row)) != 0
@@ -158,3 +188,23 @@ class CapturedGrads(PlaceRuns):
                 self.add_where(tile.inside, place, running[at])
             at += RUNNING[level]
         self.end_runs(sums.runs, sums.totals)
+
+
+def with_entropy(
+    entropy: EntropyGrads, site: Any, rows: Any, logs: list[Any], dp: Sequence[Any]
+) -> list[Any]:
+    """Return dP - delta - g log(P) of some rows.
+
+    Args:
+        entropy: gradients g of the entropies.
+        site: position of the kv block.
+        rows: what `SoftmaxBackward.rows_of` returns.
+        logs: log2(P) of these rows; with dropout, of P times the survivors' scale.
+        dp: dP - delta of these rows.
+    """
+    found = []
+    for (q, _), log, x in zip(rows, logs, dp, strict=True):
+        factor = entropy.grads[site.b, site.h, q] * entropy.factor
+        log = log if entropy.shift is None else log - entropy.shift
+        found.append(cute.math.fma(factor, at_least(log), x))
+    return found
