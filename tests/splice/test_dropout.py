@@ -1,4 +1,4 @@
-"""Compare dropout in emulated Hopper kernels with dense float64 attention that draws the same bits."""
+"""Compare dropout in emulated kernels with dense float64 attention that draws the same bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from attnkit.masks import causal
 from attnkit.mods import alibi
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import distance_calls
+from attnkit.testing.dropped import survivor_factors
 from tests.sampling import sampled
 
 INF = float("inf")
@@ -111,24 +112,86 @@ def test_calls_that_are_relaunched_have_new_bits(monkeypatch: pytest.MonkeyPatch
     assert taken == [False, False, True, True]
 
 
+BY_ELEMENT = lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9)
+
+
+def softcap(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return 20 * torch.tanh(s / 20)
+
+
+def kept(p: float, seed: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return which elements the published definition keeps, bool [B, H, Sq, Skv]."""
+    return survivor_factors(p, seed, shape, torch.device("cpu")) > 0
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "mask", "mod"),
+    ("width", "first", "p", "heads"),
+    sampled([(128, 20, 0.4, 1), (64, 90, 0.7, 3), (64, 0, 0.3, 2)], 3),
+    ids=["pairs of CTAs", "one CTA", "a window from the first row"],
+)
+def test_the_blackwell_backward_draws_the_published_bits(
+    width: int, first: int, p: float, heads: int
+) -> None:
+    """Every bit of a window of rows is read off dV, and again off dK.
+
+    All scores are 0, and all values 1. In the window the rows of Q and dO are those of the unit
+    matrix, so that dV is P D there, and dK a multiple of P (D - delta).
+    """
+    rows, keys = first + width, 135
+    window = torch.zeros(1, heads, rows, width)
+    window[:, :, first:] = torch.eye(width)
+    query = window.bfloat16().requires_grad_()
+    key = torch.zeros(1, heads, keys, width).bfloat16().requires_grad_()
+    value = torch.ones(1, heads, keys, width).bfloat16().requires_grad_()
+    torch.manual_seed(5)
+    with emulation.session(mode="check") as session:
+        out = flex_attention(query, key, value, dropout_p=p, backend="emulate:sm_100a")
+        dk, dv = torch.autograd.grad(out, [key, value], window.bfloat16())
+    assert session.ok, [str(report) for _, report in session.reports]
+    assert "backward" in [name.split()[0] for name, _ in session.reports]
+    expected = kept(p, 5, (1, heads, rows, keys))[:, :, first:].mT
+    assert torch.equal(dv > 0.5 / keys, expected)
+    assert torch.equal(dk > 0, expected)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "rows", "mask", "mod", "p"),
     sampled(
         [
-            (64, causal(), None),
-            (128, causal(), lambda s, b, h, q, kv: 20 * torch.tanh(s / 20)),
-            (192, lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q - 9), None),
+            ((64, 64), 140, causal(), None, 0.3),
+            ((64, 128), 140, BY_ELEMENT, softcap, 0.7),
+            ((192, 128), 140, causal(), None, 0.1),
+            ((128, 128), 300, None, None, 0.3),  # pairs of CTAs
+            ((128, 128), 300, causal(), softcap, 0.6),
+            ((128, 128), 140, BY_ELEMENT, None, 0.5),
         ],
-        3,
+        6,
     ),
-    ids=["tiles", "pairs of CTAs and a mod", "a mask by element"],
 )
-def test_blackwell(head_dim: int, mask: Any, mod: Any) -> None:
-    """The forward kernel drops; torch operators compute the backward."""
-    tensors = draw(0, 300, (head_dim, head_dim))
-    mode = "eager" if mod is None else "check"
-    names = check(tensors, mod, mask, p=0.3, kernel="emulate:sm_100a", mode=mode)
-    assert names == ["forward"]
+def test_blackwell(head_dims: tuple[int, int], rows: int, mask: Any, mod: Any, p: float) -> None:
+    """Ragged lengths, grouped heads, one CTA and pairs of CTAs."""
+    tensors = draw(0, rows, head_dims)
+    names = check(tensors, mod, mask, p=p, kernel="emulate:sm_100a", mode="check")
+    assert "backward" in names
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+def test_gradients_of_captured_tensors_on_blackwell(head_dims: tuple[int, int]) -> None:
+    """A value for each key, for each distance and for each row, a sink, and a fixed order."""
+    random = torch.Generator().manual_seed(1)
+    sizes = 100, 199, 100
+    bias, near, term = (torch.randn(2, n, generator=random).requires_grad_() for n in sizes)
+    sink = torch.tensor([0.5, -1.0]).requires_grad_()
+
+    def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + bias[h, kv] + near[h, q - kv + 99] + term[h, q]
+
+    learned, kernel = (bias, near, term, sink), "emulate:sm_100a"
+    tensors = draw(0, 100, head_dims)
+    names = check(tensors, mod, causal(), learned, sink=sink, kernel=kernel)
+    assert "backward" in names
+    check(tensors, None, causal(), deterministic=True, kernel=kernel)
 
 
 @pytest.mark.exhaustive
@@ -217,6 +280,7 @@ def test_statistics_do_not_change() -> None:
 
 
 def test_the_gradient_of_entropies_takes_torch_operators() -> None:
+    """With dropout, no Hopper kernel adds it."""
     results = []
     for backend, dtype in (("emulate", torch.bfloat16), ("eager", torch.float64)):
         leaves = [t.to(dtype).requires_grad_() for t in draw(0, 60)]

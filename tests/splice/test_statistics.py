@@ -32,6 +32,8 @@ def late(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (q >= 100) & (kv <= q - 60)
 
 
+BY_ELEMENT = lambda b, h, q, kv: ((q + h * kv) % 3 > 0) & (kv < q + 9)
+
 MODS: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "no maximum": mods.softcap(5.0),
@@ -211,15 +213,66 @@ def check_gradient(ours: Tensor, exact: Tensor, dense: Tensor) -> None:
     assert (ours - exact).abs().amax() <= allowed
 
 
-@pytest.mark.parametrize("case", ["captured tensor", "wide heads", "Blackwell"])
+def row_term(term: Tensor, bias: Tensor) -> Any:
+    """Return a mod whose gradients the preprocess and the main kernel sum."""
+    return lambda s, b, h, q, kv: s + term[h, q] + bias[h, kv]
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "with_sink", "dropout_p"),
+    sampled(
+        [
+            ("learned", 64, True, 0.3),
+            ("none", 64, False, 0.0),
+            ("none", 128, True, 0.0),  # pairs of CTAs
+            ("no maximum", 64, False, 0.3),
+            ("no maximum", 128, False, 0.0),
+            ("row term", 64, True, 0.0),
+            ("holes", 64, True, 0.0),
+            ("peaks", 64, False, 0.0),
+            ("learned", 128, False, 0.0),
+            ("by element", 128, False, 0.3),
+        ],
+        10,
+    ),
+)
+def test_gradients_on_blackwell(kind: str, width: int, with_sink: bool, dropout_p: float) -> None:
+    """The kernels add the gradients of output, LSE and entropy, also to those of captured tensors."""
+    rows, keys = 140, 150 if width == 128 else 100
+    random = torch.Generator().manual_seed(2)
+    learned = [torch.randn(2, n, generator=random).requires_grad_() for n in (rows, keys)]
+    learned = learned if kind == "learned" else []
+    mod = row_term(*learned) if learned else MODS.get(kind)
+    masks = {128: None, 64: lambda b, h, q, kv: (q >= 70) & (kv <= q - 30)}
+    mask = BY_ELEMENT if kind == "by element" else masks[width]
+    results = []
+    for backend, wide in (("emulate:sm_100a", False), ("eager", True), ("eager", False)):
+        tensors = [t.double() if wide else t for t in draw(0, rows, keys, width)]
+        sink = torch.tensor([0.5, 2.0]).requires_grad_() if with_sink else None
+        inputs = [*(t.requires_grad_() for t in tensors), *([sink] if with_sink else []), *learned]
+        torch.manual_seed(3)
+        with emulation.session(mode="check") as session:
+            out, aux = attend(tensors, mod, mask, sink=sink, backend=backend, dropout_p=dropout_p)
+            loss = sum(
+                (t.double() * weight(t, 0)).masked_fill(t == -INF, 0).sum()
+                for t in (out, aux.lse, aux.entropy)
+            )
+            results.append(torch.autograd.grad(loss, inputs))
+        assert session.ok, [str(report) for _, report in session.reports]
+        names = [name.split()[0] for name, _ in session.reports]
+        assert backend == "eager" or "backward" in names
+    for ours, exact, dense in zip(*results, strict=True):
+        check_gradient(ours, exact, dense)
+
+
+@pytest.mark.parametrize("case", ["captured tensor", "wide heads"])
 def test_gradients_that_torch_operators_compute(case: str) -> None:
-    """The kernels refuse them, and the sink is not forgotten."""
+    """Hopper's kernels refuse them, and the sink is not forgotten."""
     table = torch.randn(2, KEYS, generator=torch.Generator().manual_seed(2))
     table.requires_grad_(case == "captured tensor")
     mod = lambda s, b, h, q, kv: s * 2 + table[h, kv]
     results = []
-    kernels = "emulate:sm_100a" if case == "Blackwell" else "emulate"
-    for backend, wide in ((kernels, False), ("eager", True), ("eager", False)):
+    for backend, wide in (("emulate", False), ("eager", True), ("eager", False)):
         width = 192 if case == "wide heads" else 64
         tensors = [t.double() if wide else t for t in draw(0, width=width)]
         sink = torch.tensor([0.5, 2.0]).requires_grad_()
@@ -229,10 +282,8 @@ def test_gradients_that_torch_operators_compute(case: str) -> None:
             out, aux = attend(tensors, mod, late, sink=sink, backend=backend)
             loss = sum((t.double() * weight(t, 0)).sum() for t in (out, aux.lse, aux.entropy))
             results.append(torch.autograd.grad(loss, learned))
-        assert [name.split()[0] for name, _ in session.reports if backend == kernels] in (
-            ["forward"],
-            [],
-        )
+        names = [name.split()[0] for name, _ in session.reports]
+        assert names == (["forward"] if backend == "emulate" else [])
     for ours, exact, dense in zip(*results, strict=True):
         check_gradient(ours, exact, dense)
 
