@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.constants import LN2, LOG2_E
@@ -34,6 +34,7 @@ from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm90.backward_alibi import Alibi, Term
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
+from attnkit.templates.sm90.config import LONG_MOD
 from attnkit.templates.sm90.dropout import BackwardDropout
 
 
@@ -125,6 +126,16 @@ class SoftmaxBackward:
         inside = tuple(at < site.kv_len for at in kv)
         return KvBlock(site, head, columns, inside, kv[0], dropout)
 
+    @property
+    def masks_later(self) -> bool:
+        """Whether the mask is applied to P, so that there is one copy of the code of a long mod.
+
+        A mask that is evaluated for each score would need the values of its row once more.
+        """
+        hooks = self.hooks
+        known = not hooks.has_mask or hooks.intervals is not None
+        return known and hooks.instruction_estimate >= LONG_MOD
+
     @cute.jit
     def compute_p(
         self,
@@ -152,22 +163,43 @@ class SoftmaxBackward:
             p: P in the dtype.
             factors: f32 J of the thread's rows; None without `row_factors`.
         """
+        if const_expr(self.masks_later):
+            self._compute_p(block, None, tile, scores, slopes, p, factors)
+            if (block.word & APPLY_MASK) != 0:
+                self._mask_p(block, tile, slopes, p)
         # two copies of the code: a FULL block runs no instruction of the mask
-        if (block.word & APPLY_MASK) != 0:
+        elif (block.word & APPLY_MASK) != 0:
             self._compute_p(block, True, tile, scores, slopes, p, factors)
         else:
             self._compute_p(block, False, tile, scores, slopes, p, factors)
 
+    def _mask_p(self, block: QBlock, tile: KvBlock, slopes: cute.Tensor, p: cute.Tensor) -> None:
+        """Set what `_compute_p` wrote without the mask to 0 where the mask or the tensors end."""
+        first = (block.word >> 2) * self.config.block_q + block.row0
+        pairs, bits = cute.recast_tensor(p, Int32), self.mask_bits(block, tile, first)
+        for i in range(0, cute.size(slopes), 2):  # two rows of a column
+            keep = [device.bit(bits[column_of(i)], row_of(i + k)) for k in range(2)]
+            if not self.late:
+                low, high = (
+                    cutlass.select_(k, Int32(half), Int32(0))
+                    for k, half in zip(keep, (0xFFFF, -0x10000), strict=True)
+                )
+                pairs[i // 2] = pairs[i // 2] & (low | high)
+            if not (self.config.rounded or self.hooks.gradient_levels):
+                for k in range(2):
+                    slopes[i + k] = cutlass.select_(keep[k], slopes[i + k], Float32(0.0))
+
     def _compute_p(
         self,
         block: QBlock,
-        masked: bool,
+        masked: bool | None,
         tile: KvBlock,
         scores: cute.Tensor,
         slopes: cute.Tensor,
         p: cute.Tensor,
         factors: cute.Tensor | None,
     ) -> None:
+        """Implement `compute_p`; `masked` is None for a block that may need the mask afterwards."""
         hooks = self.hooks
         first = (block.word >> 2) * self.config.block_q + block.row0
         out = cute.recast_tensor(p, Int32)  # pairs of the dtype
@@ -176,7 +208,7 @@ class SoftmaxBackward:
         terms = self.alibi.terms(block, tile)
         for g in range(cute.size(scores) // 4):
             # two rows of both columns at a time, to save registers
-            rows, places = self.group(masked, tile, first, g, scores)
+            rows, places = self.group(masked is not False, tile, first, g, scores)
             lse = load_pair(block.lse, g)
             ps, slope = self.exponentials(tile, rows, places, lse, g, shared, terms)
             if factors is not None:

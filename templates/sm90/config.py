@@ -12,6 +12,9 @@ WARPGROUP_ROWS = 64  # M of one wgmma: the query rows of a consumer warpgroup
 TABLE_ROWS = TABLE_COLUMNS = 64  # capacity of a table of pairs in shared memory
 # Rows of odd length: a warp reads entries of eight rows, which would otherwise be in the same bank.
 TABLE_STRIDE = TABLE_COLUMNS + 1
+# Estimated instructions per score from which blocks with and without the mask share their code. Two
+# copies would save little beside so long a mod, and the second takes seconds to compile.
+LONG_MOD = 40
 SMEM_ALIGNMENT = 1024  # alignment of a tile in shared memory: the period of the 128-byte swizzle
 
 

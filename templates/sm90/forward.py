@@ -14,7 +14,8 @@ consumer does the same across work tiles. Warp scheduler barriers (ping-pong) ma
 take turns on the tensor cores: one does its softmax while another runs its MMAs (Shah et al. 2024,
 FlashAttention-3).
 
-Blocks that need the mask come first. The others follow in a loop without mask instructions.
+Blocks that need the mask come first. The others follow in a loop without mask instructions. Mods of
+many instructions have one loop for both, so that the kernel compiles faster.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import cutlass
 import cutlass.memory
 import cutlass.tensor_utils
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -378,13 +379,18 @@ class Forward:
             kv_pos += 1
 
             # masked blocks first; the loop over the other blocks has no mask instructions
-            for _ in cutlass.range(1, num_masked, unroll=1):
-                self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
-                kv_pos += 1
-            first_is_unmasked = cutlass.select_(num_masked == 0, Int32(1), Int32(0))
-            for _ in cutlass.range(num_unmasked - first_is_unmasked, unroll=1):
-                self.mainloop_step(False, kv_pos, q_tile, tile, consumer)
-                kv_pos += 1
+            if const_expr(self.scores.one_loop):
+                for j in cutlass.range(1, num_masked + num_unmasked, unroll=1):
+                    self.mainloop_step(j < num_masked, kv_pos, q_tile, tile, consumer)
+                    kv_pos += 1
+            else:
+                for _ in cutlass.range(1, num_masked, unroll=1):
+                    self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
+                    kv_pos += 1
+                first_is_unmasked = cutlass.select_(num_masked == 0, Int32(1), Int32(0))
+                for _ in cutlass.range(num_unmasked - first_is_unmasked, unroll=1):
+                    self.mainloop_step(False, kv_pos, q_tile, tile, consumer)
+                    kv_pos += 1
 
             if const_expr(c.chained):
                 device.arrive(bars.q.empty + q_stage)
@@ -467,7 +473,7 @@ class Forward:
 
     def mainloop_step(
         self,
-        masked: bool,
+        masked: bool | Boolean,
         kv_pos: Int32,
         q_tile: Int32,
         tile: TileValues,
@@ -476,7 +482,7 @@ class Forward:
         """Issue Q K of a kv block and P V of the previous one, then compute the block's softmax.
 
         Args:
-            masked: whether the block needs the mask.
+            masked: whether the block needs the mask; known at run time only with `one_loop`.
             kv_pos: position of the block in the rings.
             q_tile: index of the 64 rows of Q in shared memory.
             tile: values of the work tile.
@@ -488,12 +494,15 @@ class Forward:
         k_stage, v_stage = bars.k.stage(kv_pos), bars.v.stage(kv_pos - 1)
         cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
         kv_block = consumer.smem.info[k_stage]
-        bits = scores.mask_bits(tile, kv_block, masked)
+        if scores.one_loop:  # loads of the mod must stay inside their tensors in any block
+            bits, clamps, mask = None, True, (masked, kv_block)
+        else:
+            bits, clamps, mask = scores.mask_bits(tile, kv_block, masked), masked, None
         pingpong_wait(warpgroup_idx)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
-            block = scores.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, clamps, count)
         # P V waits for Q K, so that random bits are drawn in the meantime if registers allow it
         words = None
         if self.config.chained:
@@ -501,13 +510,13 @@ class Forward:
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
-            block = scores.block_values(tile, kv_block, masked, count)
+            block = scores.block_values(tile, kv_block, clamps, count)
         self._pass_turn(warpgroup_idx)
         warpgroup.wait_group(1)  # S is complete; P V may still run
         mma.release_k(bars.k, k_stage)
         # with two P buffers, write the second one: P V still reads the first
         p_next = mma.p_next if self.config.double_buffer_p else None
-        softmax.next_block(tile, block, bits, mma.acc_s, p_next, state)
+        softmax.next_block(tile, block, bits, mma.acc_s, p_next, state, mask)
         if self.config.double_buffer_p and not self.config.chained:  # before the wait
             words = scores.dropout_words(tile, block.start)
         if self.config.exp_before_wait:

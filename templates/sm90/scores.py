@@ -23,7 +23,7 @@ from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
-from attnkit.templates.sm90.config import ForwardConfig
+from attnkit.templates.sm90.config import LONG_MOD, ForwardConfig
 from attnkit.templates.sm90.dropout import forward_words
 
 MASK_COLUMNS = 8  # columns per evaluation of a mask without intervals
@@ -98,6 +98,19 @@ class Scores:
     def __init__(self, config: ForwardConfig, hooks: ForwardHooks) -> None:
         self.config = config
         self.hooks = hooks
+
+    @property
+    def one_loop(self) -> bool:
+        """Whether one loop visits the blocks with and without the mask, so that code is not long.
+
+        A mask that is evaluated for each score has to be known before the scores, because both
+        would not fit in the registers. Other settings than these have exponentials of their own for
+        blocks without a mask.
+        """
+        hooks, kind = self.hooks, self.config.softmax
+        known = not hooks.has_mask or hooks.intervals is not None
+        long = hooks.instruction_estimate >= LONG_MOD
+        return long and known and kind in ("delayed-max", "online")
 
     def columns_of_thread(self) -> list[int]:
         """Return the offsets of a thread's columns from its first column."""
@@ -319,6 +332,12 @@ class Scores:
                 j = column_of(i)
                 keep = device.bit(bits[row_of(i)][j // 32], j)
                 acc_s[i] = cutlass.select_(keep, acc_s[i], Float32(masked))
+
+    @cute.jit
+    def mask_if(self, masked: Boolean, kv_block: Int32, tile: TileValues, acc_s: cute.Tensor):
+        """Set the masked scores of a kv block to -inf if `masked` is set."""
+        if masked:
+            self.apply_mask(self.mask_bits(tile, kv_block, True), acc_s)
 
     def _words(self) -> int:
         return (self.config.block_kv // 4 + 31) // 32

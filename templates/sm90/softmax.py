@@ -200,19 +200,24 @@ class Softmax:
         acc_s: cute.Tensor,
         p: cute.Tensor | None,
         state: RowState,
+        masked: tuple[Boolean, Int32] | None = None,
     ) -> None:
         """Compute the softmax of a later block, and set `state.scale` to the rescale factor of O.
 
         Args:
             tile: values of the work tile.
             block: values of the kv block.
-            bits: see `Scores.mask_bits`; None for a block without a mask.
+            bits: see `Scores.mask_bits`; None for a block without a mask, and with `masked`.
             acc_s: scores.
             p: registers for P; None writes P unpacked over the scores.
             state: state of the thread's rows, updated.
+            masked: with `Scores.one_loop`, whether the block needs the mask, and its number in shared
+                memory; otherwise None.
         """
         base, factor = self.scores.apply_score_mod(tile, block, acc_s), self.scores.factor(tile)
         kind = self.config.softmax
+        if masked is not None:
+            self.scores.mask_if(*masked, tile, acc_s)
         if kind != "sigmoid":
             self.scores.apply_mask(bits, acc_s)
         if self.config.weights:
@@ -224,7 +229,7 @@ class Softmax:
                 row_sum[r] = row_sum[r] + total
             self._add_moment(state, moment)
         elif kind == "delayed-max":
-            self._delayed_max(acc_s, p, state, base, factor, bits is None)
+            self._delayed_max(acc_s, p, state, base, factor, bits is None and masked is None)
         else:
             self._online(acc_s, p, state, base, factor)
 

@@ -63,6 +63,24 @@ def test_masks_by_column(name: str) -> None:
     check(draw(330, heads=(1, 1)), mask=FORMS[name]())
 
 
+WEIGHTS = torch.linspace(-1.0, 1.0, 330)
+
+
+def long_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return torch.nn.functional.logsigmoid(s) + WEIGHTS[kv]
+
+
+LONG_MOD_MASKS = [None, FORMS["documents"](), FORMS["no intervals"]()]
+
+
+@pytest.mark.parametrize(
+    ("mask", "dims"), crossed(LONG_MOD_MASKS, [(64, 64), (128, 128), (192, 192), (256, 256)])
+)
+def test_a_mod_of_many_instructions(mask: Any, dims: tuple[int, int]) -> None:
+    """Blocks with and without a mask share the code of the mod, and P is masked afterwards."""
+    check(draw(330, dims=dims, heads=(1, 1)), lambda: long_mod, mask)
+
+
 DIMS = [(64, 128), (128, 64), (96, 96), (40, 72)]
 
 

@@ -172,7 +172,7 @@ def test_scale(scale: float) -> None:
 
 # ------------------------------------------------------------------------------------------- masks
 
-IDS = torch.tensor([0] * 100 + [1] * 150 + [2] * 60)
+IDS = torch.tensor([0] * 100 + [1] * 150 + [2] * 150)
 MASKS: dict[str, Callable[[], Any]] = {
     "window": lambda: masks.sliding_window(50),
     "documents": lambda: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
@@ -254,6 +254,28 @@ def test_mod_and_mask_without_intervals() -> None:
         lambda s, b, h, q, kv: s + BIAS[h, q - kv + SPAN] + COLUMN[kv],
         lambda b, h, q, kv: keep[kv] & ((q ^ kv) % 5 != 0),
     )
+
+
+def causal_over_blocks(q_len: int, kv_len: int) -> BlockMask:
+    """Return block lists that keep some blocks whole, also at the ragged end of kv."""
+    return listed([[2, 1, 2], [1, 0, 2]], (q_len, kv_len), lambda b, h, q, kv: q >= kv)
+
+
+LONG_MOD_MASKS: dict[str, Callable[[int, int], Any]] = {
+    "documents": lambda q_len, kv_len: MASKS["documents"](),
+    "none": lambda q_len, kv_len: None,
+    "no intervals": lambda q_len, kv_len: MASKS["no intervals"](),
+    "block lists": causal_over_blocks,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"), sampled([(n, d) for n in LONG_MOD_MASKS for d in ((64, 64), (256, 256))], 3)
+)
+def test_a_mod_of_many_instructions(name: str, dims: tuple[int, int]) -> None:
+    """Blocks with and without a mask share one loop; the mod loads from a tensor of its length."""
+    mod = lambda s, b, h, q, kv: torch.nn.functional.logsigmoid(s) + COLUMN[:300][kv]
+    check(draw(400, 300, dims=dims), mod, LONG_MOD_MASKS[name](400, 300))
 
 
 def test_captured_tensors_of_any_dtype_and_layout() -> None:
