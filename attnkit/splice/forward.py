@@ -255,6 +255,8 @@ def _kernel(
         table = graphs.scores[variant.slots[0][int(str(pairs.attr))]]
         if template.pair_table(config, table.shape):
             config["pair_table"] = True
+    if kernel_call.runs is None and template.edge_only(variant.form, config):
+        config["edge_only"] = True
     check = None
     if kernel_call.check is not None and template.checks_data:
         check = kernel_call.check.forward

@@ -39,6 +39,8 @@ class ForwardTemplate(NamedTuple):
         layout: config -> warp roles and memory layout of the kernel.
         pair_table: (config, shape of a table of pairs, see `pair_load`) -> whether the
             kernel has room for a copy of it in shared memory.
+        edge_only: (score_mod, config) -> whether the config of a call without a mask gets the
+            argument `edge_only`.
         checks_data: whether the kernel can compare captured data with its fingerprints.
     """
 
@@ -51,4 +53,5 @@ class ForwardTemplate(NamedTuple):
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]
     layout: Callable[[dict[str, Any]], Layout]
     pair_table: Callable[[dict[str, Any], Sequence[int]], bool]
+    edge_only: Callable[[ScoreForm, dict[str, Any]], bool]
     checks_data: bool

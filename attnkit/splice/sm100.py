@@ -131,5 +131,6 @@ FORWARD = ForwardTemplate(
     build=build,
     layout=layout_of,
     pair_table=lambda config, shape: False,
+    edge_only=lambda form, config: False,
     checks_data=False,
 )

@@ -167,6 +167,17 @@ def pair_table(config: dict[str, Any], shape: Sequence[int]) -> bool:
     return small and settings.smem_bytes <= SMEM_BYTES
 
 
+def edge_only(form: ScoreForm, config: dict[str, Any]) -> bool:
+    """Return whether a call without a mask is told that only its last kv block may need one.
+
+    The kernel of a score_mod that loads values for its columns or scores then has a loop less, so
+    that it compiles faster. Without such loads a loop is short.
+    """
+    parts = (n for n in (form.factor, form.bias) if n is not None)
+    loads = any(n.op == "load" and "kv" in ir.reads(n) for n in ir.topo(*parts))
+    return loads and "value_parts" not in config
+
+
 def build(
     variant: ForwardVariant,
     config: dict[str, Any],
@@ -199,5 +210,6 @@ FORWARD = ForwardTemplate(
     build=build,
     layout=layout_of,
     pair_table=pair_table,
+    edge_only=edge_only,
     checks_data=True,
 )

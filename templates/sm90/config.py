@@ -43,6 +43,8 @@ class ForwardConfig:
         need_max: also write the row maxima.
         need_entropy: also write the entropies of the rows.
         checks_data: idle warps compare captured data with its fingerprints.
+        edge_only: only the last kv block may need a mask, because of columns beyond the tensors, so
+            that a work tile has at most one such block.
         pair_table: each warpgroup copies a head's part of a captured tensor, at most `TABLE_ROWS`
             by `TABLE_COLUMNS`, to shared memory, see the hook `pair_table`.
     """
@@ -61,6 +63,7 @@ class ForwardConfig:
     need_max: bool = False
     need_entropy: bool = False
     checks_data: bool = False
+    edge_only: bool = False
     pair_table: bool = False
 
     @property

@@ -384,9 +384,10 @@ class Forward:
                     self.mainloop_step(j < num_masked, kv_pos, q_tile, tile, consumer)
                     kv_pos += 1
             else:
-                for _ in cutlass.range(1, num_masked, unroll=1):
-                    self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
-                    kv_pos += 1
+                if const_expr(not c.edge_only):  # else the first block is the only masked one
+                    for _ in cutlass.range(1, num_masked, unroll=1):
+                        self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
+                        kv_pos += 1
                 first_is_unmasked = cutlass.select_(num_masked == 0, Int32(1), Int32(0))
                 for _ in cutlass.range(num_unmasked - first_is_unmasked, unroll=1):
                     self.mainloop_step(False, kv_pos, q_tile, tile, consumer)

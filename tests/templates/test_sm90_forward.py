@@ -278,6 +278,17 @@ def test_a_mod_of_many_instructions(name: str, dims: tuple[int, int]) -> None:
     check(draw(400, 300, dims=dims), mod, LONG_MOD_MASKS[name](400, 300))
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_mod_that_loads_without_a_mask(lists: bool) -> None:
+    """At most a work tile's first block is masked, but block lists may name any block PARTIAL."""
+
+    def everything(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= 0
+
+    mask = listed([[1, 1, 2], [1, 2, 1]], (400, 300), everything) if lists else None
+    check(draw(400, 300), MODS["column"](), mask)
+
+
 def test_captured_tensors_of_any_dtype_and_layout() -> None:
     random = torch.Generator().manual_seed(2)
     wide = torch.randn(300, 2, generator=random, dtype=torch.float64).T
