@@ -573,7 +573,7 @@ class Backward:
         if self.hooks.gradient_levels:
             warpgroup.wait_group(0)
             self.release_last(last, v_empty)
-            self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums)
+            self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums, first)
         else:
             groups = cute.size(mma.s) // 4
             dropout = self.softmax.dropout(block, tile, groups)  # draws while S is computed

@@ -77,10 +77,18 @@ class CapturedGrads(PlaceRuns):
         dp: cute.Tensor,
         ds: cute.Tensor,
         sums: CapturedSums,
+        first: cutlass.Constexpr,
     ):
-        """Call `compute`, with the mask if the block needs it."""
+        """Call `compute`, with the mask if the block needs it.
+
+        A work tile's `first` block is masked in any case, which changes nothing in a FULL block and
+        saves a copy of the code. A mask that is computed for each score is not applied to those.
+        """
+        known = not self.hooks.has_mask or self.hooks.intervals is not None
         if cutlass.const_expr(any(self.hooks.gradient_by_block)):
             self._compute_by_block(block, tile, scores, p, dp, ds, sums)
+        elif cutlass.const_expr(first and known):
+            self.compute(block, True, tile, scores, p, dp, ds, sums)
         elif (block.word & APPLY_MASK) != 0:
             self.compute(block, True, tile, scores, p, dp, ds, sums)
         else:
