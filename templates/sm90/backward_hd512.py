@@ -11,11 +11,12 @@ shared memory and adds those that it receives. Both CTAs then compute the same P
 
 The terms of S travel while the second half of dQ is added and dP runs; those of dP while dV runs.
 
-Costs of a q block of 64 rows at head dim 512, in cycles of an SM, by count: the five MMAs take 2560
-of tensor cores (m64n32k16 and m64n128k16 at 4096 FLOP per cycle). They read 328 KiB of operands
-from shared memory, at 128 bytes per cycle another 2624, partly at the same time. dQ leaves the SM
-as 64 KiB in float32, S and dP as 32 KiB; at about 26 bytes per cycle these are 3800. Q and dO
-arrive as 64 KiB. Other designs cost more:
+Costs of a q block of 64 rows at head dim 512, in cycles of an SM, by count and not measured: the
+five MMAs take 2560 of the tensor cores, at 4096 FLOP per cycle. They read 352 KiB of operands from
+shared memory: 96 each for S and dP (m64n32k16), 48 each for dV and dK (m64n128k16), and 64 for dQ
+(m64n64k16). At 128 bytes per cycle these are 2800, mostly at the same time. dQ leaves the SM as 64
+KiB in float32, S and dP as 32 KiB; at about 26 bytes per cycle, as measured for dQ, these are 3800.
+They would be the limit if all overlapped. Q and dO arrive as 64 KiB. Other designs cost more:
 
 - Each CTA computes all of S and dP from all columns, without a cluster: seven half products
   instead of five. It reads twice the operands from global memory, and shared memory has no room
