@@ -63,7 +63,7 @@ VARIANTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "name"), sampled(VARIANTS, 3))
+@pytest.mark.parametrize(("variant", "name"), sampled(VARIANTS, 4))
 def test_which_variants_have_this_kernel(variant: dict[str, Any], name: str) -> None:
     """Slopes, sums score by score, a fixed order and dropout are left to the other kernel."""
     assert used(**variant) == name

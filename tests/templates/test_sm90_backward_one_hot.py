@@ -45,7 +45,7 @@ def checked(name: str, mode: str = "eager", mask: Any = CAUSAL, **sizes: Any) ->
     check(draw(LENGTH, **sizes), mod, mask, [torch.randn(shape)], mode)
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in MODS], 2))
+@pytest.mark.parametrize("name", sampled([(n,) for n in MODS], 4))
 def test_gradients(name: str) -> None:
     checked(name)
 
@@ -74,7 +74,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Mod], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in OTHERS], 3))
+@pytest.mark.parametrize("name", sampled([(n,) for n in OTHERS], 6))
 def test_other_tables_are_summed_by_threads(name: str) -> None:
     assert not in_mma(*OTHERS[name], 64)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
 
 @pytest.mark.assembled
 @pytest.mark.parametrize(
-    ("name", "head_dim", "value_dim"), sampled([(n, *d) for n in VARIANTS for d in DIMS], 11)
+    ("name", "head_dim", "value_dim"), sampled([(n, *d) for n in VARIANTS for d in DIMS], 15)
 )
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_dim: int) -> None:
     compiled_kernel = kernel(name, head_dim, value_dim)
@@ -112,8 +113,10 @@ def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize("normalization", ["sigmoid", "none"])
-@pytest.mark.parametrize(("name", "head_dim"), sampled([(n, d) for n in PLAIN for d in SIDES], 4))
+@pytest.mark.parametrize(
+    ("name", "head_dim", "normalization"),
+    sampled(list(product(PLAIN, SIDES, ["sigmoid", "none"])), 7),
+)
 def test_weights_without_a_softmax(name: str, head_dim: int, normalization: str) -> None:
     """No registers spill, no products are serialised, and two sigmoids share a reciprocal.
 
