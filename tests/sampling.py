@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -40,3 +40,9 @@ def crossed(*lists: Sequence[Any]) -> list[Any]:
         )
         for place in places
     ]
+
+
+def first_of(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return `cases` as parameters of a test, all but the first marked `exhaustive`."""
+    everything = list(cases)
+    return sampled(everything, len(everything))

@@ -225,6 +225,7 @@ def test_a_deterministic_backward() -> None:
     check(draw(0, 140), mask=causal(), deterministic=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("head_dim", sampled([(64,), (128,), (256,)], 3))
 def test_gradients_of_captured_tensors(head_dim: int) -> None:
     """A value for each key, and one for each distance, whose gradients the main kernel sums."""

@@ -166,6 +166,7 @@ def check_with(mod: Any, learned: list[Tensor], mask: Any, step: int, sizes: Any
     check_close(*results)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "frozen", sampled([(False,), (True,)], 2), ids=["learned sink", "frozen sink"]
 )
@@ -189,6 +190,7 @@ def test_terms_that_shift_rows_do_not_shift_the_sink(frozen: bool) -> None:
         torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.exhaustive
 def test_documents_that_are_split_along_kv_have_one_sink() -> None:
     """The table of captured data that the kernel compares is not taken for the sink."""
     ids = torch.zeros(1, 1100, dtype=torch.int32)

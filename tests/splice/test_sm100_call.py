@@ -41,6 +41,7 @@ def test_block_lists_of_128_rows_take_single_query_tiles() -> None:
     assert agree(Variant(None, lists), draw(400)) == ["forward"]
 
 
+@pytest.mark.exhaustive
 def test_few_long_rows_are_split() -> None:
     qkv = [draw(2048, heads=(1, 1))[0][:, :, :200], *draw(2048, heads=(1, 1))[1:]]
     assert agree(Variant(), qkv) == ["forward", "combine"]
@@ -67,6 +68,7 @@ def test_maxima() -> None:
     assert float((found.lse - expected.lse).abs().max()) < 8.6e-5 + 1e-5
 
 
+@pytest.mark.exhaustive
 def test_gradients_in_a_fixed_order() -> None:
     """Deterministic gradients are bit-identical in any order of execution, with GQA."""
     found = []

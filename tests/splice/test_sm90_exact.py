@@ -6,6 +6,7 @@ a GPU.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from attnkit import flex_attention, masks
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from tests.gpu import backward_kit, cute_kit, test_compositions
-from tests.sampling import crossed, sampled
+from tests.sampling import first_of, sampled
 
 pytest.importorskip("cutlass")
 FP16 = torch.float16
@@ -33,6 +34,7 @@ def test_drawn_variants(dims: tuple[int, int]) -> None:
     test_compositions.draw(sum(dims), limits, dims, examples=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", sampled([((64, 128),), ((128, 64),)], 2), ids=str)
 def test_shared_heads_in_a_fixed_order(dims: tuple[int, int]) -> None:
     case = Case(
@@ -41,7 +43,9 @@ def test_shared_heads_in_a_fixed_order(dims: tuple[int, int]) -> None:
     backward_kit.check(Variant(None, masks.causal()), case, deterministic=True)
 
 
-@pytest.mark.parametrize(("lengths", "ordered"), crossed([(13, 49), (70, 145)], [False, True]))
+@pytest.mark.parametrize(
+    ("lengths", "ordered"), first_of(product([(13, 49), (70, 145)], [False, True]))
+)
 def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) -> None:
     """Gradients of learned tables are exact where tiles reach beyond the lengths."""
     random = torch.Generator().manual_seed(1)
@@ -54,6 +58,7 @@ def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) 
     backward_kit.check(Variant(mod), case, deterministic=ordered)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bad", sampled([(float("inf"),), (float("nan"),)], 2))
 def test_nan_and_infinities_reach_learned_tables(bad: float) -> None:
     """NaN and infinities appear only in the sums that contain them, in a fixed order or any."""
@@ -73,6 +78,7 @@ def test_nan_and_infinities_reach_learned_tables(bad: float) -> None:
     assert torch.equal(found[0].isnan(), found[1].isnan())
 
 
+@pytest.mark.exhaustive
 def test_captured_numbers() -> None:
     """Zero-dimensional captured tensors may be mask bounds, parts of an index, or learned."""
     table, shift = torch.randn(400), torch.tensor(3)

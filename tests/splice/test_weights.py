@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from attnkit.jit import emulation
 from attnkit.masks import causal
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import dispatch, forward
-from tests.sampling import crossed, sampled
+from tests.sampling import crossed, first_of, sampled
 
 NAMES = ("sigmoid", "none")
 LENGTH = 260
@@ -79,7 +80,7 @@ def check_call(
     return results[0]
 
 
-@pytest.mark.parametrize(("mask", "name"), crossed([late, scattered], NAMES))
+@pytest.mark.parametrize(("mask", "name"), first_of(product([late, scattered], NAMES)))
 def test_hopper(mask: Any, name: str) -> None:
     """Rows without keys give 0, and a term of the row counts."""
     mod = lambda s, b, h, q, kv: s - 0.01 * q
@@ -112,6 +113,7 @@ def test_small_sigmoids_have_their_relative_error(kind: str) -> None:
     check_close(*([t.masked_fill(lost, 0.0)] for t in results))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled([(n,) for n in NAMES], 2))
 def test_learned_tensors_on_hopper(name: str) -> None:
     """Loads at the levels of head, row, column and distance have gradients."""

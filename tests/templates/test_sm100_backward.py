@@ -21,7 +21,7 @@ from attnkit.jit import emulation, kernel
 from attnkit.splice import sm100_backward
 from attnkit.templates.sm100.backward import Backward
 from attnkit.templates.sm100.backward_config import BackwardConfig
-from tests.sampling import sampled
+from tests.sampling import first_of, sampled
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -65,13 +65,12 @@ def test_these_are_kernels_of_single_ctas(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("dims", "mask"),
-    sampled(
+    first_of(
         [
             ((64, 64), CAUSAL & masks.sliding_window(90)),
             ((128, 128), CAUSAL),
             ((192, 128), CAUSAL),
-        ],
-        2,
+        ]
     ),
     ids=str,
 )
@@ -82,7 +81,7 @@ def test_masks_in_all_orders(dims: tuple[int, int], mask: Any) -> None:
 
 @pytest.mark.parametrize(
     ("dims", "dtype"),
-    sampled([((40, 72), BF16), ((128, 64), BF16), ((64, 128), FP16), ((160, 96), FP16)], 3),
+    first_of([((40, 72), BF16), ((128, 64), BF16), ((64, 128), FP16), ((160, 96), FP16)]),
 )
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(150, dims=dims, heads=(1, 1), dtype=dtype), mask=CAUSAL, backend=BACKEND)
@@ -117,7 +116,7 @@ def test_scores_far_below_zero() -> None:
     check((inputs, weights), backend=BACKEND)
 
 
-@pytest.mark.parametrize("name", sampled([("head",), ("row",), ("relative",), ("two",)], 2))
+@pytest.mark.parametrize("name", first_of([("head",), ("row",), ("relative",), ("two",)]))
 def test_gradients_of_captured_tensors(name: str) -> None:
     mod, captured = MODS[name]
     check(draw(200), mod, CAUSAL, captured(), backend=BACKEND)

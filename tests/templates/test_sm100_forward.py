@@ -20,7 +20,7 @@ from attnkit import emulator, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.templates.sm100.config import ForwardConfig
-from tests.sampling import crossed, sampled
+from tests.sampling import crossed, first_of, sampled
 from tests.templates import sm100_kit as kit
 from tests.templates.test_sm90_forward import (
     MASKS,
@@ -88,7 +88,7 @@ def check(
             ((128, 128), BF16, "relative bias", "no intervals"),
             ((64, 64), BF16, "all parts", "by head and batch"),
         ],
-        3,
+        5,
     ),
 )
 def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: str) -> None:
@@ -104,13 +104,12 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
 
 @pytest.mark.parametrize(
     "settings",
-    sampled(
+    first_of(
         [
             ({"q_tiles": 1, "block_kv": 64},),
             ({"q_tiles": 1},),
             ({"halves": True, "alias": True, "poly": 4},),
-        ],
-        2,
+        ]
     ),
     ids=str,
 )

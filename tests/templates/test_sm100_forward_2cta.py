@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.jit.kernel import kernel, requested_sources
 from attnkit.schedule.kernel_table import Kernel, kernels
 from attnkit.templates.sm100.config import ForwardConfig
-from tests.sampling import sampled
+from tests.sampling import first_of, sampled
 from tests.templates.test_sm90_forward import MASKS, MODS, close, draw, stairs
 from tests.templates.test_sm100_forward import check
 
@@ -28,15 +28,14 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.mark.parametrize(
     ("dims", "dtype", "score", "mask"),
-    sampled(
+    first_of(
         [
             ((128, 128), BF16, None, None),
             ((192, 128), FP16, None, "documents"),
             ((72, 96), BF16, "softcap", "window"),
             ((128, 128), BF16, "relative bias", "no intervals"),
             ((64, 64), BF16, "alibi", "by head and batch"),
-        ],
-        4,
+        ]
     ),
 )
 def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: str) -> None:
@@ -47,6 +46,7 @@ def test_variants(dims: tuple[int, int], dtype: torch.dtype, score: str, mask: s
     check(qkv, MODS[score]() if score else None, MASKS[mask]() if mask else None, **TWO_CTA)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings", sampled([({"alias": True, "poly": 2},), ({"halves": True},)], 2), ids=str
 )
@@ -54,7 +54,9 @@ def test_settings(settings: dict[str, Any]) -> None:
     check(draw(600, 300), None, masks.causal(), **TWO_CTA | settings)
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), sampled([(1, 1), (7, 129), (129, 7), (257, 128), (513, 600)], 4)
+)
 def test_lengths(q_len: int, kv_len: int) -> None:
     """Results are exact whether a pair has query tiles for both CTAs, for one, or for none."""
     check(draw(q_len, kv_len), mode="adversarial", **TWO_CTA)

@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 import cutlass
 
 from attnkit.jit import build, kernel
-from tests.sampling import sampled
+from tests.sampling import first_of, sampled
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,7 +31,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.assembled
 @pytest.mark.parametrize(
     ("direction", "ctas", "variant"),
-    sampled(
+    first_of(
         [
             ("forward", "one", "masks:strided"),
             ("forward", "one", "masks:natten/3d-tiled"),
@@ -44,8 +44,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
             ("backward", "one", "masks:natten/2d-tiled"),
             ("backward", "one", "mods:log_relu"),
             ("backward", "pair", "masks:causal/bottom-right"),
-        ],
-        8,
+        ]
     ),
 )
 def test_no_stack_frame(frames: Any, direction: str, ctas: str, variant: str) -> None:

@@ -17,7 +17,7 @@ from attnkit.jit import dsl_runtime, emulation, kernel
 from attnkit.splice import backward_call
 from attnkit.splice.class_sums import mean_run
 from attnkit.tracing.guards import trace_cached
-from tests.sampling import sampled
+from tests.sampling import first_of, sampled
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw
 
 LENGTH = 200
@@ -45,7 +45,7 @@ def checked(name: str, mode: str = "eager", mask: Any = CAUSAL, **sizes: Any) ->
     check(draw(LENGTH, **sizes), mod, mask, [torch.randn(shape)], mode)
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in MODS], 4))
+@pytest.mark.parametrize("name", first_of([(n,) for n in MODS]))
 def test_gradients(name: str) -> None:
     checked(name)
 
@@ -89,6 +89,7 @@ def test_odd_rows() -> None:
         assert not copy.requires_grad
 
 
+@pytest.mark.exhaustive
 def test_another_learned_tensor_shifts_the_rows() -> None:
     shift = torch.randn(LENGTH, requires_grad=True)
 
@@ -145,6 +146,7 @@ def in_mma(*arguments: Any, **options: Any) -> bool:
     return "('one_hot', True)" in backward_source(*arguments, **options).key
 
 
+@pytest.mark.exhaustive
 @pytest.mark.assembled
 @pytest.mark.parametrize("head_dim", sampled([(128,), (64,)], 2))
 def test_no_spills_and_no_serialised_products(

@@ -22,7 +22,7 @@ from attnkit import AuxRequest, create_block_mask, flex_attention, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation
-from tests.sampling import crossed, sampled
+from tests.sampling import crossed, first_of, sampled
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LN2 = math.log(2.0)
@@ -185,14 +185,14 @@ MASKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in MASKS], 3))
+@pytest.mark.parametrize("name", sampled([(n,) for n in MASKS], 5))
 def test_masks(name: str) -> None:
     batch = (2, 2) if name == "by head and batch" else (1, 1)
     check(draw(300, 310, batch=batch), None, MASKS[name]())
 
 
 @pytest.mark.parametrize(
-    ("score", "top"), sampled([("plain", True), ("softcap", False), ("alibi", False)], 2)
+    ("score", "top"), first_of([("plain", True), ("softcap", False), ("alibi", False)])
 )
 def test_fully_masked_rows_give_zero_and_minus_infinity(score: str, top: bool) -> None:
     mod = None if score == "plain" else MODS[score]()
@@ -240,7 +240,9 @@ def test_mods(name: str, dtype: torch.dtype, dim: int) -> None:
     check(draw(260, 300, dims=(dim, dim), dtype=dtype), MODS[name](), masks.causal())
 
 
-@pytest.mark.parametrize("score", [mods.softcap(5.0), lambda s, b, h, q, kv: (q % 7) / 3.0])
+@pytest.mark.parametrize(
+    "score", first_of((case,) for case in [mods.softcap(5.0), lambda s, b, h, q, kv: (q % 7) / 3.0])
+)
 def test_equal_scores_have_an_exact_lse(score: Any) -> None:
     """Powers that the FMA units compute are exact where all scores of a row are equal."""
     query, key, value = draw(280)
@@ -348,7 +350,7 @@ def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
     assert bool(result.out[:, :, 7:250].isfinite().all())
 
 
-@pytest.mark.parametrize("score", sampled([("plain",), ("alibi",), ("not finite",)], 2))
+@pytest.mark.parametrize("score", first_of([("plain",), ("alibi",), ("not finite",)]))
 def test_rows_that_are_split_along_kv(score: str) -> None:
     """Rows split along kv are exact; the combine kernel merges the partial results of CTAs."""
     mod = {"plain": None, "alibi": mods.alibi(1), "not finite": row_term}[score]
@@ -408,7 +410,7 @@ def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
     check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
 
 
-@pytest.mark.parametrize(("dim", "slope"), crossed([64, 128], [2.0, -2.0]))
+@pytest.mark.parametrize(("dim", "slope"), first_of(product([64, 128], [2.0, -2.0])))
 def test_a_slope_whose_terms_exceed_the_range_of_exponentials(slope: float, dim: int) -> None:
     """Results are right where a block's term, which a maximum includes, is beyond 2**128."""
     check(draw(200, 300, dims=(dim, dim)), lambda s, b, h, q, kv: s + slope * (kv - q))
@@ -450,7 +452,9 @@ def test_strides() -> None:
     check((query, row, value[:1].expand(2, 2, 150, 64)), None, mask)
 
 
-@pytest.mark.parametrize("score", ["plain", "alibi", "softcap", "column"])
+@pytest.mark.parametrize(
+    "score", first_of((case,) for case in ["plain", "alibi", "softcap", "column"])
+)
 def test_max_scores(score: str) -> None:
     check(draw(260), None if score == "plain" else MODS[score](), masks.causal(), top=True)
 
@@ -476,7 +480,7 @@ def listed(states: list[list[int]], lengths: tuple[int, int], mask_mod: Any) -> 
     )
 
 
-@pytest.mark.parametrize("intervals", [True, False])
+@pytest.mark.parametrize("intervals", first_of((case,) for case in [True, False]))
 def test_block_lists_overrule_the_mask(intervals: bool) -> None:
     """Block lists override the mask: FULL blocks are kept, also at a ragged end, EMPTY skipped."""
 
