@@ -88,7 +88,16 @@ def check(
 
 @pytest.mark.parametrize(
     ("head_dims", "p"),
-    sampled([((64, 64), 0.1), ((128, 128), 0.7), ((64, 128), 0.5), ((192, 128), 0.2)], 4),
+    sampled(
+        [
+            ((64, 64), 0.1),
+            ((128, 128), 0.7),
+            ((64, 128), 0.5),
+            ((192, 128), 0.2),
+            ((264, 512), 0.3),
+        ],
+        5,
+    ),
 )
 def test_the_kernels_draw_the_published_bits(head_dims: tuple[int, int], p: float) -> None:
     """Ragged lengths, grouped heads, and thresholds on both sides of 128."""
@@ -226,7 +235,7 @@ def test_a_deterministic_backward() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("head_dim", sampled([(64,), (128,), (256,)], 3))
+@pytest.mark.parametrize("head_dim", sampled([(64,), (128,), (256,), (512,)], 4))
 def test_gradients_of_captured_tensors(head_dim: int) -> None:
     """A value for each key, and one for each distance, whose gradients the main kernel sums."""
     random = torch.Generator().manual_seed(1)
