@@ -48,7 +48,7 @@ test: $(STAMP)  ## the tests that need no GPU, repeatable
 	$(BIN)/python -m pytest -m "not gpu and not exhaustive" --numprocesses=2 --dist=worksteal $(ARGS)
 
 test-assemblers: $(OTHER_STAMP)  ## the kernels that `test` leaves out; machine code by CUDA 13 too
-	$(BIN)/python -m pytest -m "exhaustive and not gpu" --numprocesses=2 $(ARGS)
+	$(BIN)/python -m pytest -m "exhaustive and not gpu" --numprocesses=2 --dist=worksteal $(ARGS)
 	PYTHONPATH=$(OTHER_FOLDER) $(BIN)/python -m pytest -m "assembled and not gpu" \
 	    --dsl-libraries=$(OTHER) --numprocesses=2 $(ARGS)
 
