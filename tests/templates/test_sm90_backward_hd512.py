@@ -14,7 +14,7 @@ from attnkit import create_block_mask, flex_attention, masks, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
-from attnkit.jit import emulation, kernel
+from attnkit.jit import dsl_runtime, emulation, kernel
 from attnkit.templates.sm90.backward_hd512_config import Hd512Config
 from tests.sampling import sampled
 from tests.templates.backward_kit import (
@@ -166,7 +166,11 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.assembled
 @pytest.mark.parametrize(("name", "call"), sampled(COMPILED, len(COMPILED)))
-def test_no_spills_and_no_serialised_products(name: str, call: dict[str, Any]) -> None:
+def test_no_spills_and_no_serialised_products(
+    name: str, call: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if "heads" in call and "cu12" in dsl_runtime.library().parts:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="48 bytes are spilled"))
     score, mask = VARIANTS[name]()
     (source,) = requested(score, mask, **call)
     found = kernel.kernel(source)
