@@ -170,12 +170,14 @@ def pair_table(config: dict[str, Any], shape: Sequence[int]) -> bool:
 def edge_only(form: ScoreForm, config: dict[str, Any]) -> bool:
     """Return whether a call without a mask is told that only its last kv block may need one.
 
-    The kernel of a score_mod that loads values for its columns or scores then has a loop less, so
-    that it compiles faster. Without such loads a loop is short.
+    This is so for a score_mod whose index into a table is itself loaded for each column or score,
+    such as T5's. Its kernel then has a loop less, so that it compiles faster. Loops with simpler
+    loads are short. Without one of them, a relative bias at head dim 128 would spill registers.
     """
     parts = (n for n in (form.factor, form.bias) if n is not None)
-    loads = any(n.op == "load" and "kv" in ir.reads(n) for n in ir.topo(*parts))
-    return loads and "value_parts" not in config
+    loads = [n for n in ir.topo(*parts) if n.op == "load" and "kv" in ir.reads(n)]
+    nested = any(index in loads for n in loads for index in ir.topo(*n.args))
+    return nested and "value_parts" not in config
 
 
 def build(

@@ -22,6 +22,7 @@ from attnkit import AuxRequest, create_block_mask, flex_attention, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation
+from attnkit.jit.kernel import requested_sources
 from tests.sampling import crossed, first_of, sampled
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -284,14 +285,17 @@ def test_a_mod_of_many_instructions(name: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_a_mod_that_loads_without_a_mask(lists: bool) -> None:
+def test_a_mod_that_loads_its_index_without_a_mask(lists: bool) -> None:
     """At most a work tile's first block is masked, but block lists may name any block PARTIAL."""
+    places = torch.arange(300) * 7 % 300
 
     def everything(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= 0
 
     mask = listed([[1, 1, 2], [1, 2, 1]], (400, 300), everything) if lists else None
-    check(draw(400, 300), MODS["column"](), mask)
+    with requested_sources() as sources:
+        check(draw(400, 300), lambda s, b, h, q, kv: s + COLUMN[places[kv]], mask)
+    assert [("'edge_only', True" in source.key) for source in sources] == [not lists]
 
 
 def test_captured_tensors_of_any_dtype_and_layout() -> None:
