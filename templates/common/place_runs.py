@@ -33,6 +33,21 @@ class Runs:
     sums: cute.Tensor
 
 
+@dataclass(frozen=True)
+class CapturedSums:
+    """Holds the sums of gradients of captured tensors, in registers and in memory.
+
+    Attributes:
+        running: f32 [values of `RUNNING`] per thread, sums over a work tile.
+        runs: sums of values at the same place.
+        totals: the gradients in global memory, see `Backward.__call__`.
+    """
+
+    running: cute.Tensor
+    runs: Runs
+    totals: Any
+
+
 class PlaceRuns(ExactSums):
     """Mixin that sums runs of values before it adds them in global memory."""
 

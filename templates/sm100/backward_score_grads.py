@@ -13,14 +13,13 @@ float32; in deterministic mode the sums in memory are exact (`common.exact_sums`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.place_runs import PlaceRuns, Runs
+from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.softmax import at_least
 from attnkit.templates.sm100.backward_softmax import (
     EntropyGrads,
@@ -32,21 +31,6 @@ from attnkit.templates.sm100.backward_softmax import (
 
 # number of sums that a thread keeps over a work tile, by the level of the load's index
 RUNNING = {"head": 1, "column": 1, "row": 0, "relative": 0, "element": 0}
-
-
-@dataclass(frozen=True)
-class CapturedSums:
-    """Holds the sums of the gradients of captured tensors.
-
-    Attributes:
-        running: f32 [values of `RUNNING`] per thread, sums over a work tile.
-        runs: sums of values at the same place.
-        totals: the gradients in global memory, see `Backward.__call__`.
-    """
-
-    running: cute.Tensor
-    runs: Runs
-    totals: Any
 
 
 class ScoreGrads(PlaceRuns):

@@ -35,7 +35,8 @@ from attnkit.templates.sm100.config import HEAVIEST
 from attnkit.templates.sm100.device import after, bits_below
 
 if TYPE_CHECKING:
-    from attnkit.templates.sm100.backward_score_grads import CapturedSums, ScoreGrads
+    from attnkit.templates.common.place_runs import CapturedSums
+    from attnkit.templates.sm100.backward_score_grads import ScoreGrads
 
 CHUNK, GROUP = 32, 8  # rows per load from tensor memory; rows per call of the hooks
 LEARNED_CHUNK, LEARNED_GROUP = 16, 4  # the same if raw scores stay in registers

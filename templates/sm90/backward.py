@@ -40,11 +40,12 @@ from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.lse_in_mma import CORE_WORDS
+from attnkit.templates.common.place_runs import CapturedSums
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
-from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
+from attnkit.templates.sm90.backward_captured_grads import CapturedGrads
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
 from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce

@@ -10,14 +10,13 @@ in memory if sums have an order (`common.exact_sums`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.place_runs import PlaceRuns, Runs
+from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.work_tile import APPLY_MASK
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
@@ -25,21 +24,6 @@ from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBack
 
 # number of values that a thread sums over a work tile, by the level of the load
 RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
-
-
-@dataclass(frozen=True)
-class CapturedSums:
-    """Holds the sums of gradients of captured tensors, in registers and in memory.
-
-    Attributes:
-        running: f32 [values of `RUNNING`] per thread, sums over a work tile.
-        runs: sums of values at the same place.
-        totals: the gradients in global memory, see `Backward.__call__`.
-    """
-
-    running: cute.Tensor
-    runs: Runs
-    totals: Any
 
 
 class CapturedGrads(PlaceRuns):

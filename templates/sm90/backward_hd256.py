@@ -30,11 +30,12 @@ from attnkit.templates.common import device
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.dropout import DropoutState
 from attnkit.templates.common.hooks import BackwardHooks
+from attnkit.templates.common.place_runs import CapturedSums
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered, partition
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
-from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, CapturedSums
+from attnkit.templates.sm90.backward_captured_grads import CapturedGrads
 from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Deterministic
@@ -55,6 +56,7 @@ from attnkit.templates.sm90.backward_shared import (
     WARPS,
     Hd256Barrier,
     Hd256Barriers,
+    Partial,
     Word,
     do_phase,
     do_stage,
@@ -109,13 +111,6 @@ class Hd256Consumer:
     dq: cute.Tensor
     p: cute.Tensor
     words: cute.Tensor | None
-
-
-class Partial(IntEnum):
-    """Names the scores of which two CTAs compute half of the terms each, see `backward_hd512`."""
-
-    S = 0
-    DP = 1
 
 
 class ColumnsOwner(Protocol):

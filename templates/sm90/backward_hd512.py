@@ -37,18 +37,17 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.sm90.backward_captured_grads import CapturedGrads
-from attnkit.templates.sm90.backward_hd256 import COLUMNS, BackwardHd256, Hd256Consumer, Partial
+from attnkit.templates.sm90.backward_hd256 import COLUMNS, BackwardHd256, Hd256Consumer
 from attnkit.templates.sm90.backward_hd512_config import CTAS, Hd512Config, Hd512PartConfig
 from attnkit.templates.sm90.backward_hd512_producer import FIRST, PairProducer
 from attnkit.templates.sm90.backward_hd512_shared import (
-    PARTIALS,
     Exchange,
     Hd512Barriers,
     hd512_barrier_count,
     init_hd512_barriers,
     place_hd512_barriers,
 )
-from attnkit.templates.sm90.backward_shared import CONSUMERS
+from attnkit.templates.sm90.backward_shared import CONSUMERS, Partial
 
 
 class PairCapturedGrads(CapturedGrads):
@@ -56,7 +55,7 @@ class PairCapturedGrads(CapturedGrads):
 
     @cute.jit
     def add_at(self, condition: Boolean, target: cute.Pointer, value: Float32):
-        """Add `value` at `target` in global memory where `condition` holds, in the first CTA."""
+        """Add `value` at `target` in global memory if `condition` holds; only the first CTA does so."""
         first = cute.arch.block_idx_in_cluster() == FIRST
         CapturedGrads.add_at(self, condition & first, target, value)
 
@@ -90,7 +89,7 @@ class BackwardHd512(BackwardHd256):
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a CTA's shared memory, in the order of their addresses."""
-        floats = PARTIALS * CONSUMERS * self.config.partial_floats
+        floats = len(Partial) * CONSUMERS * self.config.partial_floats
         memory = cute.struct.Align[cute.struct.MemRange[Float32, floats], 128]
         return super().fields() | {"partials": memory}
 
@@ -134,13 +133,13 @@ class BackwardHd512(BackwardHd256):
     def send_partial(
         self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
     ) -> None:
-        """Send S or dP of this CTA's columns to the other CTA, of the `count`-th q block."""
+        """Send this CTA's terms of S or dP of the `count`-th q block to the other CTA."""
         self.exchange(w).send(which, acc, count)
 
     def add_partial(
         self, w: Hd256Consumer, which: Partial, acc: cute.Tensor, count: Int32
     ) -> None:  # fmt: skip
-        """Add S or dP of the other CTA's columns, of the `count`-th q block."""
+        """Add the other CTA's terms of S or dP of the `count`-th q block."""
         self.exchange(w).add(which, acc, count)
 
     def groups(self, head_dim: int) -> int:

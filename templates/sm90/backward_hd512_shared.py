@@ -18,12 +18,11 @@ from attnkit.templates.sm90.backward_shared import (
     WARPS,
     Hd256Barriers,
     LoadBarriers,
+    Partial,
     hd256_barrier_count,
     init_hd256_load_barriers,
     place_hd256_barriers,
 )
-
-PARTIALS = 2  # S and dP
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Hd512Barriers(Hd256Barriers):
 
 def hd512_barrier_count(c: Hd512PartConfig) -> int:
     """Return the number of mbarriers of `place_hd512_barriers`."""
-    return hd256_barrier_count(c) + 2 + PARTIALS * CONSUMERS
+    return hd256_barrier_count(c) + 2 + len(Partial) * CONSUMERS
 
 
 def place_hd512_barriers(c: Hd512PartConfig, base: cute.Pointer) -> Hd512Barriers:
@@ -66,7 +65,7 @@ def init_hd512_barriers(c: Hd512PartConfig, bars: Hd512Barriers) -> None:
     init_hd256_load_barriers(c, load)
     mbarrier_init(load.item_full, ONE_ARRIVAL)  # by the second CTA's producer, with expect_tx
     mbarrier_init(load.item_empty, ONE_ARRIVAL)
-    for i in range(PARTIALS * CONSUMERS):
+    for i in range(len(Partial) * CONSUMERS):
         mbarrier_init(bars.partial + i, WARPS)  # each warp expects its own bytes
 
 
@@ -94,7 +93,10 @@ def wait_for_other_cta(barrier: cute.Pointer, phase: Int32):
 
 
 def is_complete(barrier: cute.Pointer, phase: Int32) -> Boolean:
-    """Return whether a phase of an mbarrier is complete; wait a little. Acquires in the cluster."""
+    """Wait a little for a phase of an mbarrier, and return whether it is complete.
+
+    If so, this thread sees what other CTAs of the cluster wrote before they arrived.
+    """
     return Boolean(
         mbarrier_wait_parity(
             barrier.to_llvm_ptr(),
@@ -107,7 +109,7 @@ def is_complete(barrier: cute.Pointer, phase: Int32) -> Boolean:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Adds up S and dP, of whose columns each CTA has half.
+    """Exchanges S and dP between two CTAs, each of which has summed half of the head dim.
 
     A thread stores its part of an accumulator to the memory of the same thread in the other CTA,
     whose mbarrier counts the bytes. That memory needs no barrier that it is empty. A thread stores
@@ -139,8 +141,8 @@ class Exchange:
         own = memory + (wg * c.partial_floats + thread * 4)
         return Exchange(bars.partial + wg, own, CONSUMERS * c.partial_floats)
 
-    def send(self, which: int, acc: cute.Tensor, count: Int32) -> None:
-        """Send S (0) or dP (1) of this CTA's columns, of the `count`-th q block."""
+    def send(self, which: Partial, acc: cute.Tensor, count: Int32) -> None:
+        """Send this CTA's terms of S or dP of the `count`-th q block."""
         full = self.full + CONSUMERS * which
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * WARP * cute.size(acc))
@@ -153,8 +155,8 @@ class Exchange:
                 read_only_args=[to, *(acc[4 * i + k] for k in range(4)), bar],
             )
 
-    def add(self, which: int, acc: cute.Tensor, count: Int32) -> None:
-        """Add S (0) or dP (1) of the other CTA's columns, of the `count`-th q block."""
+    def add(self, which: Partial, acc: cute.Tensor, count: Int32) -> None:
+        """Add the other CTA's terms of S or dP of the `count`-th q block."""
         wait_for_other_cta(self.full + CONSUMERS * which, count & 1)
         for i in range(cute.size(acc) // 4):
             part = cute.make_rmem_tensor(4, Float32)

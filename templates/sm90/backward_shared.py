@@ -62,6 +62,13 @@ class ChunkNote(IntEnum):
     NEXT_CHUNK = 3  # index of the consumer's next chunk; -1: not known
 
 
+class Partial(IntEnum):
+    """Names the scores of which two CTAs compute half of the terms each, see `backward_hd512`."""
+
+    S = 0
+    DP = 1
+
+
 class Word:
     """Offsets of regions of int32 words in shared memory; the block words of Q stages are at 0."""
 
