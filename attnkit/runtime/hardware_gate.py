@@ -80,7 +80,7 @@ def checked_backward(call: KernelCall, inputs: BackwardInputs) -> KernelCall:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Use untested kernels of a backward without a self-check, which this would otherwise start."""
+    """Allow untested backward kernels in the `with` block, without the self-check before them."""
     global _suspended
     before, _suspended = _suspended, True
     try:
@@ -110,7 +110,7 @@ def _reason(target: Target, device: torch.device, examples: str = "") -> str:
 
 
 def _named(target: Target, examples: str) -> str:
-    """Return a name of the kernels that `examples` test."""
+    """Name the kernels that `examples` test, for messages."""
     return f"{target.card} kernels" + (f" ({examples})" if examples else "")
 
 

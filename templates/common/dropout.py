@@ -132,7 +132,7 @@ def log_survivor_scale(state: cute.Tensor) -> Float32:
 
 
 def pair_mask(first: Any, second: Any, byte: int) -> Any:
-    """Return all ones in each half of an Int32 whose element is kept.
+    """Return a mask for a pair of 16-bit elements: ones in the half of each element that is kept.
 
     Args:
         first, second: compared words, with the element of the lower and of the upper half.

@@ -254,7 +254,7 @@ class Producer2Cta:
     def plain_statistics(
         self, lse_tiles: cute.Tensor, delta_tiles: cute.Tensor, rows: SmemRows
     ) -> list[tuple[cute.Tensor, cute.Tensor]]:
-        """Return (tiles, target) of the statistics that no MMA subtracts.
+        """Return (tiles, target) of LSE and delta, without those that an MMA subtracts.
 
         They come with the word of a q block, the others with the rows of Q or dO.
         """

@@ -72,9 +72,9 @@ class BackwardDropout:
         return bit(self.words[row >> 1 & 1], 8 * byte + 7 - NIBBLE * (row & 1) - i)
 
     def pair_mask(self, row: int) -> Any:
-        """Return all ones in each half of an Int32 whose element is kept, of rows `row` and the next.
+        """Return a mask for the elements of two rows: ones in the half of each element that is kept.
 
-        `row` is even.
+        The rows are `row`, which is even, and the next. They are the lower and the upper half.
         """
         byte, i = _place(row)
         word = self.words[row >> 1 & 1]
@@ -82,9 +82,10 @@ class BackwardDropout:
 
 
 def _exchanged(upper: Any, low: Any, high: Any, lane_bit: int) -> tuple[Any, Any]:
-    """Exchange words with the lane that differs in `lane_bit`; return the lower and the upper lane's.
+    """Swap words with the lane whose number differs in `lane_bit`; return those of both lanes.
 
-    The lower lane needs the words `low` of both lanes, and the upper lane the words `high`.
+    The lane with the lower number gets the words `low` of both, the other one the words `high`.
+    That of the lower lane comes first.
 
     Args:
         upper: whether `lane_bit` is set in the number of this lane.
@@ -102,5 +103,5 @@ def _halves(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def _place(row: int) -> tuple[int, int]:
-    """Return (byte, index of the 16 rows) of a row in its word."""
+    """Return where the bit of a row is in its word: (byte, index of the row's group of 16)."""
     return 2 * (row >> 2 & 1) + (row >> 3 & 1), row >> 4

@@ -522,11 +522,14 @@ class BackwardHd256:
         """Add S or dP of the other CTA's columns, of the `count`-th q block."""
 
     def groups(self, head_dim: int) -> int:
-        """Return the groups of a row of a sum whose columns in this CTA are `head_dim`."""
+        """Return how many groups of `COLUMNS` columns a row of dQ, dK or dV has in float32 memory.
+
+        `head_dim` is the number of columns of this CTA.
+        """
         return head_dim // COLUMNS
 
     def first_group(self, row: Int32, head_dim: int) -> Any:
-        """Return this CTA's first group of the `row`-th row of a sum."""
+        """Return the index of this CTA's first group of columns in a row, see `groups`."""
         return row * self.groups(head_dim)
 
     # ------------------------------------------------ parts of the consumer, inlined while tracing

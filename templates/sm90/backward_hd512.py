@@ -126,7 +126,7 @@ class BackwardHd512(BackwardHd256):
         return storage.partials.data_ptr()
 
     def exchange(self, w: Hd256Consumer) -> Exchange:
-        """Return the exchange of a thread."""
+        """Create the exchange for one thread."""
         bars: Any = w.bars
         return Exchange.of(self.config, bars, w.exchange, w.wg, w.thread)
 
@@ -143,10 +143,13 @@ class BackwardHd512(BackwardHd256):
         self.exchange(w).add(which, acc, count)
 
     def groups(self, head_dim: int) -> int:
-        """Return the groups of a row of a sum whose columns in this CTA are `head_dim`."""
+        """Return how many groups of `COLUMNS` columns a row of dQ, dK or dV has in float32 memory.
+
+        `head_dim` is the number of columns of this CTA.
+        """
         return CTAS * head_dim // COLUMNS
 
     def first_group(self, row: Int32, head_dim: int) -> Any:
-        """Return this CTA's first group of the `row`-th row of a sum."""
+        """Return the index of this CTA's first group of columns in a row, see `groups`."""
         rank = cute.arch.block_idx_in_cluster()
         return (CTAS * row + rank) * (head_dim // COLUMNS)

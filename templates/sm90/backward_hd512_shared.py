@@ -130,7 +130,7 @@ class Exchange:
     def of(
         c: Hd512PartConfig, bars: Hd512Barriers, memory: cute.Pointer, wg: Int32, thread: Int32
     ) -> Exchange:
-        """Return the exchange of a thread of a consumer.
+        """Create the exchange for one thread of a consumer.
 
         Args:
             c: compile-time configuration.

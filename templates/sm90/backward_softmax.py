@@ -174,7 +174,7 @@ class SoftmaxBackward:
             self._compute_p(block, False, tile, scores, slopes, p, factors)
 
     def _mask_p(self, block: QBlock, tile: KvBlock, slopes: cute.Tensor, p: cute.Tensor) -> None:
-        """Set what `_compute_p` wrote without the mask to 0 where the mask or the tensors end."""
+        """Apply the mask and the ends of the tensors to the P that `_compute_p` wrote without them."""
         first = (block.word >> 2) * self.config.block_q + block.row0
         pairs, bits = cute.recast_tensor(p, Int32), self.mask_bits(block, tile, first)
         for i in range(0, cute.size(slopes), 2):  # two rows of a column

@@ -119,7 +119,7 @@ class Scores:
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Return the site of a work tile, with `first_row` as the origin of distances."""
+        """Return the position of a work tile for the hooks; distances count from row `first_row`."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         group = math.gcd(self.config.block_kv, 64)
@@ -298,7 +298,7 @@ class Scores:
 
     @cute.jit
     def _apply_pairs(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor):
-        """Apply a mod with a table of pairs; a row reads one entry if its columns have one index."""
+        """Apply a mod with a table of pairs, which is read once a row if all columns have one index."""
         if cute.arch.vote_all_sync(block.one_class):
             pairs = self.hooks.pair_values(tile.site, tile.rows, block.columns)
             self._write_scores(tile, block, acc_s, pairs)
