@@ -1,4 +1,4 @@
-"""Define minimax polynomials by coefficients, lowest power first: for 2**f, and for 1 / (1 + e).
+"""Define minimax polynomials for 2**f by their coefficients, lowest power first.
 
 They minimise the relative error (Remez exchange). The range reduction of powers is Cody and Waite's
 (1980): x = j + f with an integer j, so that 2**x = 2**j * 2**f.
@@ -17,10 +17,3 @@ EXP2_FROM_FLOOR = {
 }
 # f in [-1/2, 1/2], of degree 3
 EXP2_FROM_NEAREST = (1.0, 0.6932829, 0.24221095, 0.055008933)
-
-# 1 / (1 + e) for e in [0, 1], by the dtype of the result; the relative errors are 3.6e-4 and 5.9e-5,
-# a fifth of a rounding. They are exactly 1 at e = 0: a large score has the weight 1.
-RECIPROCAL_OF_SUM = {
-    "bfloat16": (1.0, -0.9888031, 0.8800156, -0.5514739, 0.16043876),
-    "float16": (1.0, -0.9973082, 0.95915484, -0.78354055, 0.430777, -0.109112635),
-}

@@ -454,7 +454,7 @@ class Softmax:
         if factor is not None:
             pairs = [cute.arch.mul_packed_f32x2(pair, (factor, factor)) for pair in pairs]
         if self.config.weights == "sigmoid":
-            pairs = [tuple(sigmoid(x, self.config.dtype) for x in pair) for pair in pairs]
+            pairs = [tuple(sigmoid(x) for x in pair) for pair in pairs]
         return pairs
 
     def shift(self, base: Float32 | None, row_max: Float32, factor: Float32 | None) -> Any:

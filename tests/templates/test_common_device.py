@@ -79,19 +79,31 @@ def test_exp2_on_the_fma_units_passes_nan_of_any_bits() -> None:
     assert bool(found.isnan().all())
 
 
-@pytest.mark.parametrize(("name", "error"), [("bfloat16", 3.6e-4), ("float16", 6.1e-5)])
-def test_sigmoid_keeps_its_relative_error(name: str, error: float) -> None:
-    """Small weights are as exact as large ones."""
-    x = torch.cat([torch.linspace(-125.9, 40, 4001), torch.linspace(-2, 2, 1999)])
+def test_reciprocal_on_the_fma_units() -> None:
+    x = torch.cat([torch.linspace(1, 4, 3001), torch.logspace(0, 125.8, 2001, base=2.0)])
+    found = run(device.reciprocal_on_fma, x, torch.float32).double()
+    assert float((found * x.double() - 1).abs().max()) < 3.4e-5
+
+
+def test_reciprocal_on_the_fma_units_of_extremes() -> None:
+    x = torch.tensor([math.inf, 2.0**127, math.nan])
+    found = run(device.reciprocal_on_fma, x, torch.float32)
+    assert found[:2].tolist() == [0.0, 0.0]
+    assert bool(found[2].isnan())
+
+
+def test_sigmoid_keeps_its_relative_error() -> None:
+    """Small weights are as exact as large ones; the error is small beside a rounding to float16."""
+    x = torch.cat([torch.linspace(-125.5, 40, 4001), torch.linspace(-2, 2, 1999)])
     exact = 1 / (1 + torch.exp2(-x.double()))
-    found = run(lambda v: sigmoid(v, name), x, torch.float32).double()
-    assert float(((found - exact) / exact).abs().max()) < error
-    assert error < torch.finfo(getattr(torch, name)).eps / 8
+    found = run(sigmoid, x, torch.float32).double()
+    assert float(((found - exact) / exact).abs().max()) < 4e-5 < torch.finfo(torch.float16).eps / 16
 
 
-def test_sigmoid_of_infinities_and_nan() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sigmoid_of_infinities_and_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, math.nan, -0.0, 0.0])
-    found = run(lambda v: sigmoid(v, "bfloat16"), x, torch.float32)
+    found = run(sigmoid, x, torch.float32).to(dtype)
     assert found[:4].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert bool(found[4].isnan())
     assert found[5] == found[6]

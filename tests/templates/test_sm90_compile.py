@@ -118,10 +118,7 @@ def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
     sampled(list(product(PLAIN, SIDES, ["sigmoid", "none"])), 7),
 )
 def test_weights_without_a_softmax(name: str, head_dim: int, normalization: str) -> None:
-    """No registers spill, no products are serialised, and two sigmoids share a reciprocal.
-
-    Where a product of two overflows, a branch takes one for each.
-    """
+    """No registers spill, no products are serialised, and a sigmoid has one special function."""
     here = source(name, head_dim, head_dim, normalization=normalization)
     compiled_kernel = compiled.kernel(here)
     assert compiled_kernel.artifact.problems == ()
@@ -129,8 +126,7 @@ def test_weights_without_a_softmax(name: str, head_dim: int, normalization: str)
     for loop in product_loops(compiled_kernel.ptx):
         powers = sum("ex2.approx" in line for line in loop)
         assert powers == (64 * columns // 128 if normalization == "sigmoid" else 0)
-        assert 2 * sum("rcp.approx" in line for line in loop) == powers + 2 * powers
-        assert not any("div." in line for line in loop)
+        assert not any("rcp." in line or "div." in line for line in loop)
 
 
 def test_passes_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
