@@ -14,8 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from attnkit import masks, mods
 from attnkit.runtime.variant import Variant
-from attnkit.testing import Case, Limits, cases, variants
+from attnkit.testing import Case, Limits, cases, check_variant, variants
 from attnkit.testing.quantities import captured_leaves
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
@@ -37,7 +38,11 @@ def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> 
         phases=[Phase.generate],  # no shrinking: each smaller example would take a compilation
         suppress_health_check=list(HealthCheck),
     )
-    @given(variants(limits), cases(limits, dtype=DTYPES), st.booleans())
+    @given(
+        variants(limits),
+        cases(limits, dtype=DTYPES, sinks=False, statistics=False),
+        st.booleans(),
+    )
     def drawn(variant: Variant, case: Case, ordered: bool) -> None:
         # hypothesis begins with the smallest example, which is too trivial
         assume(variant != Variant() and case.q_len * case.kv_len > 300)
@@ -65,3 +70,20 @@ def draw(part: int, limits: Limits, dims: tuple[int, int], *, examples: int) -> 
 def test_both_directions(part: int, dims: tuple[int, int]) -> None:
     """Drawn variants are exact (in parts that can run in parallel)."""
     draw(11 * DIMS.index(dims) + part, LIMITS, dims, examples=1)
+
+
+@pytest.mark.parametrize("normalization", ["softmax", "sigmoid", "none"])
+def test_sinks_dropout_and_statistics(normalization: str) -> None:
+    """Calls of every option are exact, with their gradients."""
+    report = check_variant(
+        mods.softcap(5.0) if normalization == "none" else mods.alibi(4),
+        masks.causal() & masks.sliding_window(90),
+        q_len=(1, 330),
+        heads=4,
+        dtype=DTYPES,
+        examples=6,
+        device=kit.DEVICE,
+        backends=[kit.BACKEND],
+        normalization=normalization,
+    )
+    assert report.ok, str(report)
