@@ -14,9 +14,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +22,6 @@ import torch
 from attnkit.jit.disk_cache import KernelCache, default_folder
 from attnkit.jit.kernel import Source, full_key
 from attnkit.schedule.targets import Target
-from attnkit.splice import BackwardInputs, KernelCall, untested_backward
 from attnkit.util.package import FOLDER
 from attnkit.util.status_line import elapsed
 
@@ -37,9 +33,7 @@ TIMEOUT = 600.0
 _RIGHT, _WRONG = 0, 10  # exit status of `attnkit.testing.selfcheck`, which cannot be imported here
 _DRIVER = Path("/proc/driver/nvidia/version")
 
-# Target, device and examples (see `testing.selfcheck`) -> reason
-_verdicts: dict[tuple[Target, torch.device, str], str] = {}
-_suspended = False
+_verdicts: dict[tuple[Target, torch.device], str] = {}
 
 
 class Verdict(NamedTuple):
@@ -61,74 +55,37 @@ def reason_against(target: Target, device: torch.device) -> str:
     The first call on a machine runs the self-check, which takes a minute or two. A failed
     self-check also emits a RuntimeWarning.
     """
-    return "" if target.proven else _reason(target, device)
-
-
-def checked_backward(call: KernelCall, inputs: BackwardInputs) -> KernelCall:
-    """Return the call whose backward to run: `call`, or one of torch operators.
-
-    A few kernels have not run on a GPU although the others of their target have. They are tested
-    before their first use, whatever the backend, see `reason_against`.
-    """
-    examples = "" if _suspended else untested_backward(call, inputs)
-    if not examples:
-        return call
-    assert call.spec.target is not None
-    reason = _reason(call.spec.target, inputs.query.device, examples)
-    return replace(call, template="cpu") if reason else call
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Allow untested backward kernels in the `with` block, without the self-check before them."""
-    global _suspended
-    before, _suspended = _suspended, True
-    try:
-        yield
-    finally:
-        _suspended = before
-
-
-def _reason(target: Target, device: torch.device, examples: str = "") -> str:
-    """Return why the kernels that `examples` test must not run; "" if they may.
-
-    `examples` is "" for all kernels of the target.
-    """
-    reason = _verdicts.get((target, device, examples))
+    if target.proven:
+        return ""
+    reason = _verdicts.get((target, device))
     if reason is None:
-        verdict = _cached_verdict(target, device, examples)
-        reason = _verdicts[target, device, examples] = verdict.reason
+        verdict = _cached_verdict(target, device)
+        reason = _verdicts[target, device] = verdict.reason
         if reason:
             again = f"delete {default_folder()}" if verdict.in_numbers else "start a new process"
             warnings.warn(
-                f"attnkit does not use its {_named(target, examples)} here: {reason}. Torch "
-                f"operators take their place; {again} to have them tested again",
+                f"attnkit does not use its {target.card} kernels here: {reason}. Torch operators "
+                f"take their place; {again} to have them tested again",
                 RuntimeWarning,
                 stacklevel=2,
             )
     return reason
 
 
-def _named(target: Target, examples: str) -> str:
-    """Name the kernels that `examples` test, for messages."""
-    return f"{target.card} kernels" + (f" ({examples})" if examples else "")
-
-
-def _cached_verdict(target: Target, device: torch.device, examples: str) -> Verdict:
+def _cached_verdict(target: Target, device: torch.device) -> Verdict:
     """Return the verdict stored on disk, or run the self-check and store its verdict if final."""
     end = time.monotonic() + TIMEOUT
-    cache, key = KernelCache(), full_key(_cache_source(target, device, examples))
+    cache, key = KernelCache(), full_key(_cache_source(target, device))
     with cache.lock(key, patience=TIMEOUT):  # another process may be testing
         stored = cache.get(key)
         if stored is not None:
             return Verdict(stored.decode(errors="replace"), in_numbers=True)
         start = time.monotonic()
-        kernels = _named(target, examples)
-        with elapsed(f"testing the {kernels} on {device}, once for this machine"):
-            verdict = run_selfcheck(target, device, end - start, examples)
+        with elapsed(f"testing the {target.card} kernels on {device}, once for this machine"):
+            verdict = run_selfcheck(target, device, end - start)
         _log.info(
-            "tested the %s on %s in %.0f s: %s",
-            kernels,
+            "tested the kernels for %s on %s in %.0f s: %s",
+            target.card,
             device,
             time.monotonic() - start,
             verdict.reason or "they are right",
@@ -138,14 +95,14 @@ def _cached_verdict(target: Target, device: torch.device, examples: str) -> Verd
     return verdict
 
 
-def _cache_source(target: Target, device: torch.device, examples: str = "") -> Source:
+def _cache_source(target: Target, device: torch.device) -> Source:
     """Return a pseudo kernel source whose key identifies the verdict in the kernel cache."""
 
     def build() -> None:
         raise AssertionError("a verdict is not compiled")
 
     parts = (
-        f"verdict on {target.name}" + (f", {examples}" if examples else ""),
+        f"verdict on {target.name}",
         torch.cuda.get_device_name(device),
         str(torch.version.cuda),
         _driver_version(),
@@ -161,22 +118,18 @@ def _driver_version() -> str:
         return ""
 
 
-def run_selfcheck(
-    target: Target, device: torch.device, seconds: float = TIMEOUT, examples: str = ""
-) -> Verdict:
+def run_selfcheck(target: Target, device: torch.device, seconds: float = TIMEOUT) -> Verdict:
     """Run `attnkit.testing.selfcheck` in a subprocess.
 
     Args:
         target: the target whose kernels to test.
         device: the device to test on.
         seconds: time limit.
-        examples: name of the examples to run; "" for those of all kernels.
     """
     late = Verdict(f"their test did not end within {TIMEOUT:.0f} seconds", in_numbers=False)
     if seconds <= 0:
         return late
     command = [sys.executable, "-m", "attnkit.testing.selfcheck", "cute", str(device)]
-    command += [examples] if examples else []
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,9 +42,6 @@ from attnkit.util.torch_private import (
     is_grad_tracking,
     is_intercepted,
 )
-
-if TYPE_CHECKING:
-    from attnkit.splice.sink_gradient import RepeatedBackward
 
 _PREPARED = "prepared"
 
@@ -123,26 +120,12 @@ def gradients(
 
     A gradient that is not needed is an empty tensor, because an operator cannot return None.
     """
-    gradients, captured = run_backward(_checked(call, inputs), inputs)
+    gradients, captured = run_backward(call, inputs)
     cast = [
         inputs.query.new_empty(0) if g is None else g.to(t.dtype)
         for g, t in zip(captured, inputs.captured.scores, strict=True)
     ]
     return *gradients, cast
-
-
-def _checked(call: KernelCall, inputs: BackwardInputs) -> KernelCall:
-    """Return the call whose backward to run, see `hardware_gate.checked_backward`."""
-    if not inputs.query.is_cuda:
-        return call
-    from attnkit.runtime import hardware_gate  # imports `jit`, which only GPU calls need
-
-    return hardware_gate.checked_backward(call, inputs)
-
-
-def _replay(call: KernelCall, inputs: BackwardInputs) -> RepeatedBackward | None:
-    """Return a function that relaunches the backward of `call`; None if that is impossible."""
-    return backward_replay(_checked(call, inputs), inputs)
 
 
 def fake_outputs(
@@ -358,7 +341,7 @@ def _backward_of(
     else:
         dquery, dkey, dvalue, captured = gradients(call, inputs)
         if inputs.grad_entropy is None:
-            prepared.backward.remember(inputs, saved, lambda: _replay(call, inputs))
+            prepared.backward.remember(inputs, saved, lambda: backward_replay(call, inputs))
     dcaptured = [g if need else None for g, need in zip(captured, needs_grad, strict=True)]
     return dquery, dkey, dvalue, *dcaptured
 

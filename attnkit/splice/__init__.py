@@ -12,7 +12,6 @@ from attnkit.splice.dispatch import (
     prepare_forward,
     run_backward,
     run_forward,
-    untested_backward,
 )
 from attnkit.splice.kernel_call import (
     BackwardInputs,
@@ -39,5 +38,4 @@ __all__ = [
     "prepare_forward",
     "run_backward",
     "run_forward",
-    "untested_backward",
 ]

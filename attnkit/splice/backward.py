@@ -71,19 +71,6 @@ def reason_against(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
     return ""
 
 
-def untested(kernel_call: KernelCall, inputs: BackwardInputs) -> str:
-    """Return the name of the examples that test the kernels of this backward on a GPU.
-
-    The result is "" if the kernels have run on one, or if the template has none for these head dims.
-    """
-    target = kernel_call.spec.target
-    if target is None or kernel_call.spec.emulated:
-        return ""
-    template = backward_template(target)
-    widths = template.widths((inputs.query.shape[-1], inputs.value.shape[-1]))
-    return "" if widths is None else template.untested(widths)
-
-
 def _learned(inputs: BackwardInputs) -> list[Tensor]:
     """Return the captured tensors whose gradients are needed."""
     pairs = zip(inputs.captured.scores, inputs.needs_grad, strict=True)

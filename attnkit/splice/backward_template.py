@@ -68,8 +68,6 @@ class BackwardTemplate:
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
             compute a backward without a softmax.
         ordered: widths -> whether the kernels can add to sums in a fixed order.
-        untested: widths -> name of the examples of `testing.selfcheck` that test kernels which have
-            not run on a GPU although others of their target have; "" if these have too.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -96,7 +94,6 @@ class BackwardTemplate:
     entropies: Callable[[HeadDims, bool, bool], bool]
     weights: Callable[[HeadDims, bool], bool]
     ordered: Callable[[HeadDims], bool]
-    untested: Callable[[HeadDims], str]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]

@@ -162,15 +162,6 @@ def run_backward(
         return gradients, hooks.gradients
 
 
-def untested_backward(call: KernelCall, inputs: BackwardInputs) -> str:
-    """Return the name of the examples that test the kernels of this backward, see `untested`."""
-    if call.spec.target is None or call.spec.emulated:
-        return ""
-    from attnkit.splice import backward
-
-    return backward.untested(call, inputs)
-
-
 def _with_weights(call: KernelCall) -> KernelCall:
     """Return a call whose score graph includes the sigmoid of its normalization, if it has one."""
     program = call.program.weights

@@ -128,7 +128,6 @@ BACKWARD = BackwardTemplate(
     entropies=lambda widths, learned, dropout: True,
     weights=lambda widths, learned: True,
     ordered=lambda widths: True,
-    untested=lambda widths: "",
     splits=splits,
     cost=cost,
     first_writer=first_writer,

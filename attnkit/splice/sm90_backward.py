@@ -225,7 +225,6 @@ BACKWARD = BackwardTemplate(
     entropies=entropies,
     weights=weights,
     ordered=lambda widths: max(widths) <= 256,
-    untested=lambda widths: "wide backward" if max(widths) > 256 else "",
     splits=splits,
     cost=cost,
     first_writer=first_writer,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import AttnkitError
-from attnkit.runtime import hardware_gate
 from attnkit.runtime.variant import Variant
 from attnkit.testing.kernels import compare
 
@@ -79,17 +78,6 @@ EXAMPLES = (
 )
 
 
-# Of kernels that have not run on a GPU although others of their target have, by the name that
-# `BackwardTemplate.untested` returns.
-FURTHER = {
-    "wide backward": (
-        Example("full", lambda *_: Variant(), 512),
-        Example("causal, shared kv heads", lambda *_: Variant(None, _causal), 512, 4),
-        Example("softcap, packed documents", _packed, 384),
-    ),
-}
-
-
 def examine(
     backend: str, device: torch.device, examples: tuple[Example, ...] = EXAMPLES
 ) -> Failure | None:
@@ -103,10 +91,9 @@ def examine(
     Returns:
         The first failure; None if all examples pass.
     """
-    with hardware_gate.suspended():  # the gate waits for this check
-        for example in examples:
-            for text, in_numbers in _failures(example, backend, device):
-                return Failure(f"{example.name}, D = {example.head_dim}: {text}", in_numbers)
+    for example in examples:
+        for text, in_numbers in _failures(example, backend, device):
+            return Failure(f"{example.name}, D = {example.head_dim}: {text}", in_numbers)
     return None
 
 
@@ -132,13 +119,9 @@ def _failures(example: Example, backend: str, device: torch.device) -> Iterator[
 
 
 def main(arguments: list[str]) -> int:
-    """Test kernels; print the result and return the exit status.
-
-    `arguments` are [backend, device], and a name in `FURTHER` for its examples.
-    """
-    backend, device, *names = arguments
-    examples = FURTHER[names[0]] if names else EXAMPLES
-    failure = examine(backend, torch.device(device), examples)
+    """Test kernels; `arguments` are [backend, device]. Print the result, return the exit status."""
+    backend, device = arguments
+    failure = examine(backend, torch.device(device))
     sys.stdout.write(f"{failure.text if failure else 'all is right'}\n")
     if failure is None:
         return RIGHT

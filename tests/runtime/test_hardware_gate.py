@@ -21,19 +21,10 @@ from attnkit.jit.disk_cache import KernelCache
 from attnkit.jit.kernel import full_key
 from attnkit.runtime import hardware_gate
 from attnkit.runtime.hardware_gate import Verdict
-from attnkit.schedule.targets import SM90, SM100, TARGETS, Target
-from attnkit.splice import (
-    BackwardInputs,
-    Captured,
-    ForwardInputs,
-    KernelCall,
-    Program,
-    forward,
-    workers,
-)
-from attnkit.splice.template_registry import backward_template
+from attnkit.schedule.targets import SM90, SM100, Target
+from attnkit.splice import forward, workers
 from attnkit.testing import selfcheck
-from attnkit.testing.selfcheck import EXAMPLES, FURTHER, Failure, examine
+from attnkit.testing.selfcheck import EXAMPLES, Failure, examine
 from attnkit.util import devices
 
 CPU = torch.device("cpu")
@@ -60,9 +51,7 @@ class SelfcheckStub:
     def __init__(self, reason: str, in_numbers: bool = True) -> None:
         self.verdict, self.calls = Verdict(reason, in_numbers), 0
 
-    def __call__(
-        self, target: Target, device: torch.device, seconds: float, examples: str = ""
-    ) -> Verdict:
+    def __call__(self, target: Target, device: torch.device, seconds: float) -> Verdict:
         assert 0 < seconds <= hardware_gate.TIMEOUT
         self.calls += 1
         return self.verdict
@@ -226,50 +215,7 @@ def test_a_test_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def backward_of(head_dim: int, template: str = "sm90") -> tuple[KernelCall, BackwardInputs]:
-    """Return a backward without a mod or mask, whose tensors have no data."""
-    qkv = [torch.empty(1, 1, 64, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(3)]
-    lse = torch.empty(1, 1, 64, device="meta")
-    inputs = ForwardInputs(*qkv, Captured((), ()), 1.0)
-    call = KernelCall(template, Program(None, None), None)
-    return call, BackwardInputs.of(inputs, (qkv[2], lse), (qkv[2], None), [])
-
-
-@pytest.mark.parametrize("reason", ["", "full, D = 512: dkey: error 1"])
-def test_a_backward_that_never_ran_is_tested_before_its_first_use(
-    monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    tested = SelfcheckStub(reason)
-    monkeypatch.setattr(hardware_gate, "run_selfcheck", tested)
-    assert hardware_gate.checked_backward(*backward_of(256)).template == "sm90"
-    assert (
-        hardware_gate.checked_backward(*backward_of(512, "emulate:sm90")).template == "emulate:sm90"
-    )
-    with hardware_gate.suspended():
-        assert hardware_gate.checked_backward(*backward_of(512)).template == "sm90"
-    assert tested.calls == 0
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            found = hardware_gate.checked_backward(*backward_of(512))
-            assert found.template == ("cpu" if reason else "sm90")
-    assert tested.calls == 1
-    assert [str(w.message)[:60] for w in seen] == [
-        "attnkit does not use its Hopper kernels (wide backward) here"
-    ] * bool(reason)
-    assert hardware_gate.reason_against(SM90, CPU) == ""  # the other kernels are not affected
-
-
 # ------------------------------------------------------------------------------- the test itself
-
-
-def test_kernels_that_never_ran_have_examples() -> None:
-    for target in TARGETS:
-        template = backward_template(target)
-        dims = [(64, 64), (256, 256), (264, 8), (512, 512)]
-        names = {template.untested(w) for d in dims if (w := template.widths(d)) is not None}
-        assert names <= {"", *FURTHER}
-    assert backward_template(SM90).untested((512, 512)) == "wide backward"
 
 
 @pytest.mark.exhaustive  # the next test compiles the same kernels and finds a fault in their output
