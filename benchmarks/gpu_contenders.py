@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cudnn_frontend import DTYPES, Attention
 from gpu_variants import SOFTCAPS, WINDOWS, Problem, document_cuts
 from torch import Tensor
 from torch.nn import attention
@@ -274,6 +275,30 @@ def sdpa_run(p: Problem, backend: attention.SDPBackend) -> Run:
     return Run(call, _leaves(p))
 
 
+def cudnn_run(p: Problem) -> Run:
+    """Build a call of cuDNN, by its own frontend if there is a window or a sink, else by SDPA."""
+    if p.sink is None and p.mask not in WINDOWS:
+        return sdpa_run(p, attention.SDPBackend.CUDNN_ATTENTION)
+    softmax = not p.entropy and p.normalization == "softmax" and not p.dropout_p
+    if p.score or not softmax or p.mask not in ("", "causal", *WINDOWS):
+        raise Unsuitable("has no such mask or score")
+    if p.query.dtype not in DTYPES:
+        raise Unsuitable(f"has no {p.query.dtype}")
+    built = Attention(
+        _cudnn(), p.query, p.key, p.value, p.sink, causal=p.mask != "", window=WINDOWS.get(p.mask)
+    )
+    return Run(lambda: built(p.query, p.key, p.value, p.sink), _leaves(p))
+
+
+def _cudnn() -> Any:
+    """Return the module of cuDNN's frontend; raise `Unsuitable` if it is not installed."""
+    try:
+        import cudnn
+    except ModuleNotFoundError:
+        raise Unsuitable("nvidia-cudnn-frontend is not installed") from None
+    return cudnn
+
+
 OURS = "attnkit"
 Builder = Callable[[Problem], Run]
 Sweep = Mapping[str, Builder]  # the settings of a contender by name; the first is its default
@@ -298,7 +323,7 @@ CONTENDERS: dict[str, Sweep] = {
         "pack_gqa": partial(fa4_run, pack_gqa=True),
         "no pack_gqa": partial(fa4_run, pack_gqa=False),
     },
-    "cuDNN": {"default": partial(sdpa_run, backend=attention.SDPBackend.CUDNN_ATTENTION)},
+    "cuDNN": {"default": cudnn_run},
     "FlashAttention-2": {
         "default": partial(sdpa_run, backend=attention.SDPBackend.FLASH_ATTENTION)
     },

@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 from machine import describe
 
-PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4")
+PACKAGES = ("triton", "nvidia-cutlass-dsl", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 def describe_gpu(device: torch.device) -> dict[str, object]:

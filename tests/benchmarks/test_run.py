@@ -271,6 +271,58 @@ def test_gpu_peer_refuses_what_it_lacks(gpu: Any, monkeypatch: pytest.MonkeyPatc
             contenders.default("cuDNN")(p)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"mask": "window_128"},
+        {"mask": "window_512", "sink": True},
+        {"mask": "causal", "sink": True},
+        {"sink": True},
+    ],
+    ids=lambda case: ", ".join(case),
+)
+def test_cudnn_is_asked_for_windows_and_sinks(
+    gpu: Any, case: dict[str, Any], backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend's graphs get the bounds, sinks and shared heads, and gradients come back."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    frontend = importlib.import_module("frontend_stub")
+    monkeypatch.setitem(sys.modules, "cudnn", frontend)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    frontend.GRAPHS.clear()
+    contenders = importlib.import_module("gpu_contenders")
+    shape = gpu.Shape(2, 4, 2, 600, 16, 8)
+    settings = gpu.Settings(backward, "burst", rounds=1, seconds=60)
+    builders = {"cuDNN": {"default": contenders.default("cuDNN")}}
+    case = {"name": "x"} | case
+    (row,) = gpu.measure(case, shape, builders, Clockwork(), settings, torch.device("cpu"))
+    assert row["error"] <= row["error_allowed"]
+    assert "ms" in row
+    bounds = {
+        (g.options["diagonal_band_left_bound"], g.options["diagonal_band_right_bound"])
+        for g in frontend.GRAPHS
+    }
+    size = contenders.WINDOWS.get(case.get("mask", ""))
+    assert bounds == {(size, 0 if "mask" in case else None)}
+    assert [g.options.get("generate_stats") for g in frontend.GRAPHS][:1] == [backward]
+    assert len(frontend.GRAPHS) == 1 + backward
+
+
+def test_cudnn_needs_its_frontend_for_windows_and_sinks(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contenders = importlib.import_module("gpu_contenders")
+    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
+    problem = importlib.import_module("gpu_variants").problem
+    for case in ({"mask": "window_128"}, {"mask": "causal", "sink": True}):
+        p = problem({"name": "x"} | case, small(gpu, case, 40), torch.device("cpu"), False)
+        with pytest.raises(contenders.Unsuitable, match="nvidia-cudnn-frontend is not installed"):
+            contenders.default("cuDNN")(p)
+    p = problem({"name": "x", "mask": "causal"}, small(gpu, {}, 40), torch.device("cpu"), False)
+    assert contenders.default("cuDNN")(p).leaves == (p.query, p.key, p.value)  # by SDPA
+
+
 def test_gpu_rounds_alternate_and_end(gpu: Any) -> None:
     timing = sys.modules["gpu_timing"]
     timer, a, b = Clockwork(), SimpleNamespace(ms=1.0), SimpleNamespace(ms=4.0)
