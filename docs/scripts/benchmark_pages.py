@@ -32,6 +32,12 @@ def attention(direction: str) -> str:
     return gpu_table.markdown(load("gpu"), direction, "sustained")
 
 
+def bursts(direction: str) -> str:
+    """Return the table of the cases that were timed in bursts, of runs with a limit on noise."""
+    rows = [row for row in load("gpu") if "uncertainty" in row or "skipped" in row]
+    return gpu_table.markdown(rows, direction, "burst")
+
+
 def runs() -> str:
     """Return the table of the runs behind the attention tables, with clocks and noise."""
     lines = [
@@ -114,12 +120,34 @@ def gpt2() -> str:
     return "\n".join(lines)
 
 
+def layers() -> str:
+    """Return the table of the attention of whole models' layers: the newest run of each."""
+    peers = ("flex_attention", "sdpa")
+    lines = [
+        f"| layer, direction, mode | attnkit | {' | '.join(peers)} |",
+        "| --- |" + " --- |" * (1 + len(peers)),
+    ]
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in load("gpu_layers"):
+        own = found.setdefault((row["case"], row["direction"]), {})
+        if own and row["run"] != next(iter(own.values()))["run"]:
+            own.clear()
+        own[row["contender"]] = row
+    for (case, direction), own in sorted(found.items()):
+        cells = [gpu_table.cell(own.get(name)) for name in ("attnkit", *peers)]
+        lines.append(f"| {case}, {direction}, {own['attnkit']['mode']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def tables() -> dict[str, str]:
     """Return all tables of the page as Markdown, by name."""
     return {
         "runs": runs(),
         "forward": attention("forward"),
         "backward": attention("backward"),
+        "bursts_forward": bursts("forward"),
+        "bursts_backward": bursts("backward"),
+        "layers": layers(),
         "tiles": tiles(),
         "lengths": lengths(),
         "gpt2": gpt2(),
