@@ -153,6 +153,34 @@ def refine(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     return BlockRuns.from_states(states, runs.q_len, runs.kv_len, block)
 
 
+def packed(runs: BlockRuns, heads: int) -> BlockRuns:
+    """Return the runs of `heads` heads as those of one, whose q tiles follow each other.
+
+    Q tile i of head g becomes tile g * q_blocks + i, also where the last tile of a head is ragged.
+
+    Args:
+        runs: runs that all batch elements and heads share.
+        heads: number of heads.
+    """
+    rows, more = runs.q_blocks, range(heads)
+
+    def together(part: Runs) -> Runs:
+        counts = part.row_ptr.to(torch.int64).diff()
+        line = row_indices(counts) * (heads * rows + 1) + part.start
+        first = torch.cat([line + rows * g for g in more])
+        last = first + part.length.repeat(heads)
+        return Runs.from_segments(first, last, part.rows, heads * rows)
+
+    return replace(
+        runs,
+        q_len=heads * rows * runs.block[0],
+        full=Runs.concatenate([runs.full for _ in more]),
+        partial=Runs.concatenate([runs.partial for _ in more]),
+        full_t=together(runs.full_t),
+        partial_t=together(runs.partial_t),
+    )
+
+
 def retile(runs: BlockRuns, block: tuple[int, int]) -> BlockRuns:
     """Convert runs to tiles of size `block`: cut tiles, and join parts where sizes do not divide.
 

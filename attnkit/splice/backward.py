@@ -20,7 +20,7 @@ from attnkit.graph.staging import index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice import backward_call, exact_sums
+from attnkit.splice import backward_call, exact_sums, gqa_packing
 from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
@@ -133,6 +133,12 @@ def _settings_of(
         switches, light = switches | {"weights": True}, False
     if inputs.dropout is not None:
         switches = switches | {"with_dropout": True}
+    if (
+        template.packs(case)
+        and not (one_hot or inputs.grad_entropy is not None or not softmax)
+        and gqa_packing.pays(kernel_call, inputs)
+    ):
+        switches = switches | {"pack_gqa": True, "accumulate": False}
     return _settings(spec.target, query, key, value, spec.deterministic, light, switches)
 
 

@@ -68,6 +68,7 @@ class BackwardTemplate:
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
             compute a backward without a softmax.
         ordered: widths -> whether the kernels can add to sums in a fixed order.
+        packs: case -> whether the kernels can give a work tile all query heads of its kv head.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -94,6 +95,7 @@ class BackwardTemplate:
     entropies: Callable[[HeadDims, bool, bool], bool]
     weights: Callable[[HeadDims, bool], bool]
     ordered: Callable[[HeadDims], bool]
+    packs: Callable[[BackwardCase], bool]
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
@@ -149,6 +151,11 @@ class BackwardSettings:
     def one_hot(self) -> bool:
         """Return whether the main kernel sums a gradient over classes of columns in an MMA."""
         return bool(self.values.get("one_hot"))
+
+    @property
+    def pack_gqa(self) -> bool:
+        """Return whether a work tile has all query heads of its kv head, one after another."""
+        return bool(self.values.get("pack_gqa"))
 
     @property
     def with_dropout(self) -> bool:

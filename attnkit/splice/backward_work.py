@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
-from attnkit.schedule.work_list import full_runs, retile
+from attnkit.schedule.work_list import full_runs, packed, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
@@ -107,7 +107,9 @@ def build_tables(
     emulated: bool,
 ) -> BackwardWork:
     """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
-    batch, heads = query.shape[:2]
+    if settings.pack_gqa:
+        runs = packed(runs, query.shape[1] // key.shape[1])
+    batch, heads = query.shape[0], _heads(settings, query, key)
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers)
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
@@ -151,13 +153,18 @@ def _emulation_cost(work_tiles: Tensor, block: tuple[int, int]) -> float:
     return emulation.attention_work(visited, len(work_tiles), block=block, products=5)
 
 
+def _heads(settings: BackwardSettings, query: Tensor, key: Tensor) -> int:
+    """Return the number of heads of the schedule: kv heads if their query heads are packed."""
+    return key.shape[1] if settings.pack_gqa else query.shape[1]
+
+
 def scheduled(
     runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
 ) -> tuple[Schedule, FirstWriters | str]:
     """Schedule the kv tiles, and choose at which q tiles each work tile is first writer of dQ.
 
     Args:
-        runs: tiles to visit, in the kernel's tile sizes.
+        runs: tiles to visit, in the kernel's tile sizes; of packed heads if they are packed.
         settings: compile-time settings of the kernels.
         query, key: tensors of the call; only their shapes are read.
         workers: number of CTAs that run at once.
@@ -166,7 +173,7 @@ def scheduled(
         The schedule; and its first writers, or the reason as text why it has none.
     """
     template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
-    batch, heads = query.shape[:2]
+    batch, heads = query.shape[0], _heads(settings, query, key)
     size = rows * (2 * (wide + deep) + 4 * wide)
     shape = Shape(batch, heads, size, kv_heads=key.shape[1], kv_batch=key.shape[0])
     schedule = schedule_backward(

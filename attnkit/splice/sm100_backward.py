@@ -128,6 +128,7 @@ BACKWARD = BackwardTemplate(
     entropies=lambda widths, learned, dropout: True,
     weights=lambda widths, learned: True,
     ordered=lambda widths: True,
+    packs=lambda case: False,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

@@ -102,6 +102,11 @@ def entropies(widths: tuple[int, int], learned: bool, dropout: bool) -> bool:
     return max(widths) <= 128 and not (learned or dropout)
 
 
+def packs(case: BackwardCase) -> bool:
+    """Return whether the kernel can give a work tile all query heads of its kv head."""
+    return max(case.widths) <= 128 and not (case.learned or case.deterministic or case.dropout)
+
+
 def splits(settings: BackwardSettings) -> bool:
     """Return whether several work tiles may share a kv block."""
     values = settings.values
@@ -225,6 +230,7 @@ BACKWARD = BackwardTemplate(
     entropies=entropies,
     weights=weights,
     ordered=lambda widths: max(widths) <= 256,
+    packs=packs,
     splits=splits,
     cost=cost,
     first_writer=first_writer,

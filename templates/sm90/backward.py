@@ -80,9 +80,11 @@ from attnkit.templates.sm90.backward_shared import (
     Barriers,
     Word,
     barrier_count,
+    heads_before,
     init_barriers,
     k_phase,
     place_barriers,
+    q_blocks_of,
     q_phase,
     q_stage,
     record_of,
@@ -396,7 +398,7 @@ class Backward:
         entropy_grads = others if const_expr(c.with_entropy) else []
         consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads, totals)
         mma = consumer.mma
-        q_chunks = (p.q_len + c.block_q - 1) // c.block_q * 2  # of a head
+        q_chunks = q_blocks_of(c, p) * 2  # of a work tile's heads
         sums = self.captured_grads.begin(totals)
         q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
         note = (Int32(0), Int32(0))  # chunk and turn of the previous q block's dQ
@@ -422,7 +424,7 @@ class Backward:
             )
             turn = kv_block if const_expr(c.sum_order) else Int32(0)
             # chunk of the head's first q block in dQ, and turn of the kv block
-            place = ((b * p.heads + h) * q_chunks + wg, turn)
+            place = (heads_before(c, p, b, h) * q_chunks + wg, turn)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
             dropout = None
@@ -677,10 +679,9 @@ class Backward:
 
     def first_chunk(self, tile_idx: Int32, out: Outputs) -> Any:
         """Return the chunk of dQ of the first q block of a work tile's head."""
-        p, record = out.problem, record_of(self.config, tile_idx & 1)
-        chunks = (p.q_len + self.config.block_q - 1) // self.config.block_q * 2  # of a head
+        c, p, record = self.config, out.problem, record_of(self.config, tile_idx & 1)
         h, b = (out.info[record + i] for i in (WorkTile.HEAD, WorkTile.BATCH))
-        return (b * p.heads + h) * chunks + out.wg
+        return heads_before(c, p, b, h) * (q_blocks_of(c, p) * 2) + out.wg
 
     @cute.jit
     def release_last(self, last: cutlass.Boolean, barrier: cute.Pointer):

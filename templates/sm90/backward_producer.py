@@ -30,7 +30,9 @@ from attnkit.templates.sm90.backward_shared import (
     LoadBarriers,
     do_phase,
     do_stage,
+    heads_before,
     k_phase,
+    q_blocks_of,
     q_phase,
     q_stage,
     record_of,
@@ -104,7 +106,8 @@ class Producer:
         lse_words = c.words[0]
         lse_tiles = cute.flat_divide(lists.lse, (bm * lse_words,))
         delta_tiles = cute.flat_divide(lists.delta, (bm,))
-        blocks = (p.q_len + bm - 1) // bm
+        blocks = (p.q_len + bm - 1) // bm  # of a head
+        own_blocks = q_blocks_of(c, p)  # of a work tile's heads
         # indices of the incomplete blocks, if there are any
         ragged_q, ragged_kv = p.q_len // bm, p.kv_len // c.block_kv
         halves = c.block_kv // ROWS  # halves of K and V: 64 keys for each consumer
@@ -122,11 +125,12 @@ class Producer:
                 for i in range(WorkItem.STORE_END, WorkItem.NUM_FULL + 1)
             )
             parts = cute.arch.shuffle_sync(word, WorkItem.NUM_PARTS)
-            h_kv, b_kv = h // p.group, cutlass.min(b, p.kv_batch - 1)
+            h_kv = h if const_expr(c.pack_gqa) else h // p.group
+            b_kv = cutlass.min(b, p.kv_batch - 1)
             count = left + full_left
             in_partial = begin_runs(lists.partial, run, skip, left)
             in_full = begin_runs(lists.full, full_run, full_skip, full_left)
-            first_row = (b * p.heads + h) * blocks
+            first_block = heads_before(c, p, b, h) * own_blocks
             k_stage = kv_count & (c.k_stages - 1)
             phase = k_phase(c, kv_count)
             ahead = cutlass.select_(parts > 1, Int32(CLAIM_AHEAD_PARTS), Int32(CLAIM_AHEAD))
@@ -155,8 +159,11 @@ class Producer:
                             k_to[None, halves * k_stage + w],
                             tma_bar_ptr=bars.k_full + k_stage,
                         )
+                row_block, q_head = block, h
+                if const_expr(c.pack_gqa):  # `block` goes on from head to head
+                    row_block, q_head = block % blocks, h * p.group + block // blocks
                 q_word = block_word(
-                    block, is_partial, (block == ragged_q) | (kv_block == ragged_kv)
+                    block, is_partial, (row_block == ragged_q) | (kv_block == ragged_kv)
                 )
                 if const_expr(c.first_writer):
                     first_writer = Int32(4 * FIRST_WRITER_BLOCK)
@@ -169,23 +176,24 @@ class Producer:
                         bars.q_full + r, bm * (2 * head_dim + 4 * lse_words)
                     )
                     cute.copy(
-                        bulk, lse_tiles[None, first_row + block], smem.lse[None, r],
+                        bulk, lse_tiles[None, first_block + block], smem.lse[None, r],
                         mbar_ptr=bars.q_full + r,
                     )  # fmt: skip
                 cute.copy(
-                    tma_q, q_from[None, block, h, b], q_to[None, r], tma_bar_ptr=bars.q_full + r
-                )
+                    tma_q, q_from[None, row_block, q_head, b], q_to[None, r],
+                    tma_bar_ptr=bars.q_full + r,
+                )  # fmt: skip
                 cute.arch.mbarrier_wait(bars.do_empty + s, do_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         bars.do_full + s, bm * (2 * head_dim_v + 4)
                     )
                     cute.copy(
-                        bulk, delta_tiles[None, first_row + block], smem.delta[None, s],
+                        bulk, delta_tiles[None, first_block + block], smem.delta[None, s],
                         mbar_ptr=bars.do_full + s,
                     )  # fmt: skip
                 cute.copy(
-                    tma_do, do_from[None, block, h, b], do_to[None, s],
+                    tma_do, do_from[None, row_block, q_head, b], do_to[None, s],
                     tma_bar_ptr=bars.do_full + s,
                 )  # fmt: skip
                 if j == 0:  # V last, because dP of the previous work tile may still read it

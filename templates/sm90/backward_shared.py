@@ -272,6 +272,28 @@ def record_of(c: BackwardConfig, stage: Int32) -> Int32:
     return RECORD + RECORD_STRIDE * stage
 
 
+def q_blocks_of(c: BackwardConfig, problem: Any) -> Int32:
+    """Return the number of q blocks of the head of a work tile, of all its heads if packed."""
+    blocks = (problem.q_len + c.block_q - 1) // c.block_q
+    return blocks * problem.group if c.pack_gqa else blocks
+
+
+def heads_before(c: BackwardConfig, problem: Any, b: Int32, h: Int32) -> Int32:
+    """Return the number of heads, of all batch elements, before that of a work tile.
+
+    With packed heads, `h` is a kv head, and the heads that count are those of the keys.
+    """
+    return b * (problem.kv_heads if c.pack_gqa else problem.heads) + h
+
+
+def first_row(c: BackwardConfig, word: Int32, q_len: Int32) -> Int32:
+    """Return the query position of the first row of the q block with this word."""
+    if not c.pack_gqa:
+        return (word >> 2) * c.block_q
+    blocks = (q_len + c.block_q - 1) // c.block_q  # of one head
+    return ((word >> 2) & (FIRST_WRITER_BLOCK - 1)) % blocks * c.block_q
+
+
 def q_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the `count`-th q block in the Q ring."""
     return count & (c.q_stages - 1)

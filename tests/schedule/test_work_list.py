@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnkit.errors import OptionError
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_forward
-from attnkit.schedule.work_list import WorkList, full_runs, refine, retile, work_list
+from attnkit.schedule.work_list import WorkList, full_runs, packed, refine, retile, work_list
 from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from tests.schedule.schedule_cases import Case, Tile, cases
 
@@ -208,3 +208,23 @@ def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
         for part in ("row_ptr", "start", "length"):
             pair = (getattr(getattr(runs, name), part) for runs in (found, wanted))
             torch.testing.assert_close(*pair, rtol=0, atol=0)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2**32 - 1),
+)
+def test_packed_heads_follow_each_other(rows: int, columns: int, heads: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randint(0, 3, (1, 1, rows, columns), generator=generator, dtype=torch.int8)
+    runs = BlockRuns.from_states(states, rows * 16 - 3, columns * 16, (16, 16))
+    found = packed(runs, heads)
+    expected = states.repeat(1, 1, heads, 1)
+    assert torch.equal(found.states(), expected)
+    turned = replace(
+        found, q_len=found.kv_len, kv_len=found.q_len,
+        full=found.full_t, partial=found.partial_t,
+    )  # fmt: skip
+    assert torch.equal(turned.states(), expected.mT)

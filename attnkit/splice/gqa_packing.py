@@ -1,0 +1,45 @@
+"""Decide whether a backward packs query heads: a work tile has all of those that share its kv head.
+
+Otherwise each query head has work tiles of its own, whose parts of dK and dV are added in float32:
+memory is cleared, added to and rounded. That takes longest where a kv tile visits few q tiles, as
+with a window. Packed, a work tile keeps dK and dV in registers from head to head, and loads its
+keys and values once.
+"""
+
+from __future__ import annotations
+
+from attnkit.graph import ir
+from attnkit.splice.graph_capture import is_capturing
+from attnkit.splice.kernel_call import BackwardInputs, KernelCall
+from attnkit.splice.workers import worker_count
+
+MOST_ROWS = 2048  # that a kv tile visits in a head, on average; with more, the additions are few
+LEAST_WORK_TILES = 3  # for each CTA: packed heads have fewer work tiles, which balance less well
+
+
+def pays(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
+    """Return whether the variant allows to pack heads, and a packed backward is likely faster.
+
+    The score_mod may read nothing but the score, and the mask every index but the head. The tiles
+    must not depend on data, so that one kernel serves all calls of these shapes.
+    """
+    program, runs, query, key = kernel_call.program, kernel_call.runs, inputs.query, inputs.key
+    score = set() if program.score is None else ir.reads(program.score) - {"score"}
+    if (
+        query.shape[1] == key.shape[1]
+        or query.shape[0] != key.shape[0]
+        or runs is None
+        or runs.batch * runs.heads > 1
+        or program.mask is None
+        or score
+        or "h" in ir.reads(program.mask)
+        or inputs.captured.scores
+        or inputs.captured.masks
+        or is_capturing(query.device)  # counting the tiles waits for the device
+    ):
+        return False
+    _, partial, full = runs.counts()
+    if (partial + full) * runs.block[0] > MOST_ROWS * runs.kv_blocks:
+        return False
+    work_tiles = key.shape[0] * key.shape[1] * runs.kv_blocks
+    return work_tiles >= LEAST_WORK_TILES * worker_count(query.device, kernel_call.spec.emulated)
