@@ -162,6 +162,14 @@ def test_text_shows_formula_and_derivative() -> None:
     assert eval_sympy.describe(causal) == "keep = kv ≤ q"
 
 
+def test_captured_numbers_and_flags_are_named() -> None:
+    scaled = build("mul", score, load(0, F32, []))
+    assert eval_sympy.describe(scaled, ["gain"]).startswith("score' = gain⋅score\n")
+    assert eval_sympy.describe(scaled).startswith("score' = score⋅t₀\n")
+    flagged = load(0, BOOL, [kv])
+    assert eval_sympy.describe(flagged, ["kept"]) == "keep = kept(kv) ≠ 0"
+
+
 def test_wide_text_is_written_on_one_line() -> None:
     root = score
     for i in range(12):

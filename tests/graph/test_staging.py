@@ -46,6 +46,7 @@ def test_levels_of_a_mod() -> None:
         Level.RELATIVE: ["f32(kv - q)"],
     }
     assert staging.levels[staging.root] is Level.ELEMENT
+    assert staging.operations(Level.CONSTANT) == 0
     assert staging.operations(Level.HEAD) == 2
     assert staging.operations(Level.RELATIVE) == 2
     assert staging.operations(Level.ELEMENT) == 4

@@ -68,10 +68,14 @@ def run_edits(edits: Sequence[Edit], seconds: float, record: Record, again: bool
 
 
 def run_core(sample: int, seed: int, only: str, children: int) -> tuple[int, int]:
-    """Run mutmut and print the survivors; return (number killed, number run)."""
+    """Run mutmut and print the survivors; return (number killed, number that could be)."""
     found = core.run(sample, seed, only, children)
     for name in (*found.survivors, *found.uncovered):
         print(core.difference(name))
+    for name in found.equivalent:
+        print(f"equivalent: {name}")
+    print(f"{found.wasted} mutants were left out: import time, or the text of an error")
+    print(f"{len(found.equivalent)} mutants are equivalent to the code, see equivalent.toml")
     print(f"{len(found.uncovered)} mutants are in functions that no test calls")
     left = len(found.survivors) + len(found.uncovered)
     if not found.killed + left:

@@ -15,7 +15,13 @@ from attnkit import explain, flex_attention, mods
 from attnkit.codegen.score_form import score_form
 from attnkit.errors import OptionError, UnsupportedError
 from attnkit.schedule import plan
-from attnkit.schedule.kernel_table import HEAD_DIMS, kernels, padded_head_dim
+from attnkit.schedule.kernel_table import (
+    HEAD_DIMS,
+    Kernel,
+    kernels,
+    mask_tiles,
+    padded_head_dim,
+)
 from attnkit.schedule.plan import Call, choose, refusals
 from attnkit.schedule.targets import TARGETS, Target, of_template
 from attnkit.sparsity.block_runs import BLOCK
@@ -187,6 +193,13 @@ def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int)
         assert max(taken) < config.TMEM_COLUMNS
         warps = [w for role in layout.roles for w in role.warps]
         assert len(warps) == len(set(warps)) <= settings.threads // 32
+
+
+def test_tiles_of_a_mask_can_be_joined_to_those_of_every_kernel() -> None:
+    single, wide, pair = Kernel((128, 192)), Kernel((256, 96)), Kernel((512, 128), ctas=2)
+    assert mask_tiles([single, pair]) == (128, 192)
+    assert mask_tiles([wide, single]) == (256, 96)
+    assert mask_tiles([pair, single, wide]) == (128, 64)
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(8, 64), (64, 64), (72, 96), (200, 256)])

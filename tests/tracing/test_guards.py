@@ -370,6 +370,17 @@ def test_imports_that_do_not_change_are_known(counter: Counter) -> None:
     assert counter.traces == 1
 
 
+def test_classes_of_torch_do_not_change(counter: Counter) -> None:
+    kind = torch.Tensor
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & isinstance(q, kind)
+
+    for _ in range(3):
+        trace_cached(mask, "mask", CPU)
+    assert counter.traces == 1
+
+
 def test_edited_tensor_needs_no_second_trace(counter: Counter) -> None:
     table = torch.arange(8)
     mask = lambda b, h, q, kv: table[q] >= kv

@@ -110,6 +110,21 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
         "score",
         ("index 4 is out of range for dimension 0 of size 4",),
     ),
+    "index that is a number": (
+        lambda s, b, h, q, kv: torch.nn.functional.embedding(3, s.view(1, 1)),
+        "score",
+        ("expected a tensor of integer indices, got a number",),
+    ),
+    "index that is a float": (
+        lambda s, b, h, q, kv: s + torch.gather(TABLE[0], 0, s.view(1))[0],
+        "score",
+        ("expected a tensor of integer indices, got torch.float32",),
+    ),
+    "integer power": (
+        lambda b, h, q, kv: q**kv > 3,
+        "mask",
+        ("integer power q ** kv; convert to float",),
+    ),
     "float index": (
         lambda s, b, h, q, kv: s + TABLE[h, q / 2],
         "score",

@@ -39,6 +39,7 @@ SHIFT = torch.tensor(2)
 PLANE = torch.linspace(-2.0, 3.0, 24).view(6, 4)
 HALF = torch.linspace(-1.0, 1.0, 36).view(9, 4).cos().to(torch.bfloat16)
 HALF3 = HALF[:, 1:].clone()
+FOLDED = torch.linspace(-1.0, 1.0, 72).view(3, 6, 4).sin()
 
 
 def positions() -> dict[str, Tensor]:
@@ -138,6 +139,10 @@ MASKS: dict[str, Callable[..., Any]] = {
     "mixed vector index": lambda b, h, q, kv: (SPANS[q % 3, torch.tensor([1, 0])] <= kv).all(),
     "view of a table": lambda b, h, q, kv: IDS[1:][q] == IDS[kv],
     "a part from behind": lambda b, h, q, kv: IDS[5:][q % 4 - kv % 4] == IDS[kv - 9],
+    "separated vector indices": lambda b, h, q, kv: (
+        (FOLDED[torch.tensor([[0], [1]]) + h % 2, :, torch.tensor([0, 3, 1])] > 0.1)[0, 2, q % 6]
+        & (FOLDED[torch.tensor([2, 0]), :, h][1, kv % 6] > -0.5)
+    ),
     "a part by its own index": lambda b, h, q, kv: IDS[3:][IDS[q] % 3 - 2] == IDS[kv],
     "an inner part": lambda b, h, q, kv: IDS[2:8][q % 6 - 3] >= IDS[1:-1][kv % 7],
     "every second": lambda b, h, q, kv: IDS[::2][kv % 5 - 5] > IDS[1::3][q % 3],

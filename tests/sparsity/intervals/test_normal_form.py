@@ -25,6 +25,7 @@ from attnkit.sparsity.intervals.normal_form import (
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, per_batch, per_head
 from attnkit.tracing.tracer import Traced, trace
+from attnkit.util import caches
 from tests.sparsity.mask_graphs import Case, cases
 from tests.sparsity.mask_graphs import dense as dense_graph
 
@@ -270,6 +271,36 @@ def test_reasons() -> None:
     product = shown(lambda b, h, q, kv: q * kv < 30)
     assert product == "no interval form: `q * kv` depends on q and kv together"
     assert shown(masks.fixed(8)).endswith("separate intervals, more than 4")
+
+
+def test_reasons_name_the_type() -> None:
+    wave = shown(lambda b, h, q, kv: torch.sin(q * 0.7 + kv * 1.3) < 0.5)
+    assert wave.endswith("compares floats that depend on q and kv")
+    quotient = shown(lambda b, h, q, kv: kv // (q + 1) < 3)
+    assert quotient.endswith("`kv // (q + 1)` cannot be solved for kv")
+
+
+def test_starts_from_two_tables_and_one_end() -> None:
+    """Two stretches that end together are one, from the lower of their starts."""
+    first, second = torch.tensor([0, 3, 1, 2, 0, 5]), torch.tensor([0, 0, 2, 2, 4, 1])
+    count = check(lambda b, h, q, kv: ((kv >= first[q]) | (kv >= second[q])) & (kv <= q), 6, 6, 1, 1)
+    assert count == 1
+
+
+@pytest.mark.parametrize("name", [name for name in COUNTS if "document" in name or "topk" in name])
+def test_searches_in_passes_find_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    expected = check(*masks.examples(96)[name])
+    caches.clear_all()
+    monkeypatch.setattr("attnkit.sparsity.intervals.search._PASS_NUMBERS", 500)
+    assert check(*masks.examples(96)[name]) == expected
+
+
+def test_bounds_are_on_the_device_of_the_mask() -> None:
+    found = attnkit.intervals(masks.causal(), 5, 7)
+    assert found is not None
+    with torch.device("meta"):  # on which nothing can be computed by mistake
+        found_ends = found.ends()
+    assert all(end.device == torch.device("cpu") for end in found_ends)
 
 
 def test_no_more_than_the_most_intervals() -> None:

@@ -22,7 +22,14 @@ from attnkit.sparsity.mask_rewrites import equate, regroup
 from attnkit.sparsity.ranges.boxes import Boxes
 from attnkit.sparsity.ranges.eval_blocks import At, compile_blocks, is_exact
 from attnkit.sparsity.ranges.eval_interval import INT_HIGH, INT_LOW, Interval, transfer
-from attnkit.sparsity.ranges.tables import Domain, Key, Tables, key_of, sliding
+from attnkit.sparsity.ranges.tables import (
+    Domain,
+    Key,
+    Tables,
+    key_of,
+    sliding,
+    value_range,
+)
 from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_of
 
 # leaves whose values a test chooses freely, by type
@@ -231,6 +238,20 @@ def test_float_rules_on_all_special_intervals(n: Node) -> None:
         assert holds(transfer(n, [hull(s) for s in sets]), exact(n, sets)), chosen
 
 
+@pytest.mark.parametrize("op", ["exp", "lgamma", "hypot", "atan2", "sqrt", "div", "tanh", "log"])
+def test_float_rules_are_near_the_values_of_positive_intervals(op: str) -> None:
+    n = next(n for n in OPERATIONS if n.op == op)
+    limits = [0.25, 0.75, 1.25, 2.0, 5.0]
+    intervals = list(itertools.combinations(limits, 2))
+    for chosen in itertools.product(intervals, repeat=len(n.args)):
+        sets = [torch.linspace(low, high, 33) for low, high in chosen]
+        low, high = transfer(n, [hull(s) for s in sets])
+        values = exact(n, sets)
+        assert holds((low, high), values), chosen
+        assert low > values.amin() - 0.02, chosen
+        assert high < values.amax() + 0.02, chosen
+
+
 # --- whole expressions on tiles
 
 
@@ -380,6 +401,16 @@ def test_tables_of_constants_live_with_the_tiles() -> None:
             key, torch.zeros(4, 1, dtype=torch.int64, device="meta"), there.long()
         )
         assert all(end.device == there.device for end in found)
+
+
+@pytest.mark.parametrize("size", [9, 5, 4, 2])
+def test_the_range_of_a_tensor_is_found_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("attnkit.sparsity.ranges.tables.chunk_size", lambda *_: size)
+    for values in ([3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2, 3, 4, 5, 6, 7, 8, -1]):
+        found = value_range(torch.tensor(values), load(0, I32, [ir.arg("q")]), torch.float32)
+        assert [int(end) for end in found] == [min(values), max(values)]
 
 
 def test_tables_built_in_blocks_equal_tables_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
