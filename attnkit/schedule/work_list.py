@@ -65,7 +65,7 @@ def work_list(runs: BlockRuns, schedule: Schedule) -> WorkList:
     # a FULL block that extends beyond the tensor needs the mask: it comes first in its list
     ragged = runs.kv_len % runs.block[1] != 0
     edge = (first == runs.kv_blocks - 1) & ragged
-    masked = partial[:, 2] + edge.to(torch.int32)
+    masked = partial[:, 2] + edge
     # a fully masked tile visits one block beyond the end, where all scores are masked
     empty = (masked == 0) & (full[:, 2] == 0)
     beyond = masked.new_tensor([runs.partial.start.numel(), 1, 1])

@@ -410,7 +410,7 @@ def create_mask(
     if device.type != "meta":  # there is no data to check
         unproven = check_lengths(mask, Q_LEN, KV_LEN, shape[0], shape[1])
     env = positions(shape, device)
-    env["score"] = torch.zeros(1, 1, 1, 1, dtype=compute_dtype(mask), device=device)
+    env["score"] = torch.zeros(1, dtype=compute_dtype(mask), device=device)
     (kept,) = evaluate(
         [mask.root], env, mask.tensors, compute_dtype(mask), checked=unproven, names=mask.names
     )

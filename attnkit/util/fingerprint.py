@@ -37,7 +37,7 @@ def words_of(tensor: Tensor) -> Tensor:
     axes = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and s != 0]
     axes = _merged(sorted(axes, key=lambda axis: -axis[1])) if t.numel() else [(0, 1)]
     shape, stride = [n for n, _ in axes], [s for _, s in axes]
-    flat = t.as_strided(shape, stride, t.storage_offset())
+    flat = t.as_strided(shape, stride)
     if flat.ndim == 0:
         flat = flat.view(1)
     if flat.dtype == torch.bool:

@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from tests.mutants.edits import ROOT
@@ -75,7 +75,7 @@ def run(sample: int, seed: int, only: str, children: int) -> Outcome:
     names = sorted(name for name, _ in statuses() if only in name)
     if sample:
         names = random.Random(seed).sample(names, min(sample, len(names)))
-    some = [name for name in names if not wasted(name)]
+    some = [name for name in sorted(names) if not wasted(name)]
     if some:
         _mutmut(some, children)
     return outcome(some, len(names) - len(some))
@@ -147,7 +147,7 @@ def _collect(node: ast.AST, caller: str | None, calls: dict[str, set[str | None]
         _collect(part, caller, calls)
 
 
-@cache
+@lru_cache(maxsize=1)  # names come file by file
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     tree = ast.parse(path.read_text())
     return {f.name: f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}

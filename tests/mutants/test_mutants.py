@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.core import outcome
+from tests.mutants import core
 from tests.mutants.edits import ROOT, Edit, Trial, Verdict, failed_test, replacement
 from tests.mutants.kernel_edits import FOLDERS, edits_of, kernel_edits, nearest_tests
 from tests.mutants.record import Record
@@ -138,10 +139,124 @@ def test_a_record_is_read_again(folder: Path) -> None:
     assert record.get(edit("3 * x")) is None
 
 
-def test_outcomes_of_mutmut(tmp_path: Path) -> None:
+# --- mutmut
+
+MODULE = """
+def _table(n):
+    return [_entry(i) for i in range(n)]
+
+
+def _entry(i, start=_base()):
+    return lambda x: x + i
+
+
+def _base():
+    return 1
+
+
+def _late():
+    return 2
+
+
+def _stored(x):
+    return x
+
+
+def _in_a_lambda(i):
+    return i
+
+
+@_entry(2)
+def public(x):
+    return _late() + x
+
+
+TABLE = _table(3)
+NAMED = {"stored": _stored, "lambda": lambda x: _in_a_lambda(x)}
+"""
+MUTATED = """
+class Grid:
+    def xǁGridǁsize__mutmut_orig(self, n):
+        if n < 0:
+            raise ValueError("n is negative", n)
+        return "size" * n
+
+    def xǁGridǁsize__mutmut_1(self, n):
+        if n < 0:
+            raise ValueError("XXn is negativeXX", n)
+        return "size" * n
+
+    def xǁGridǁsize__mutmut_2(self, n):
+        if n < 0:
+            raise ValueError("n is negative", None)
+        return "size" * n
+
+    def xǁGridǁsize__mutmut_3(self, n):
+        if n < 0:
+            raise ValueError("n is negative", n)
+        return "SIZE" * n
+"""
+DIFFERENCE = """# attnkit.graph.m.x_f__mutmut_4: survived
+--- attnkit/graph/m.py
++++ attnkit/graph/m.py
+@@ -1,4 +1,4 @@
+ def f(a, b):
+     return list(
+-        zip(a, b, strict=True)
++        zip(a, b, strict=False)
+     )
+"""
+
+
+def test_functions_that_run_only_while_their_module_is_imported() -> None:
+    assert core.import_only(MODULE) == {"_table", "_entry", "_base"}
+
+
+def test_names_of_mutants() -> None:
+    name = "attnkit.graph.affine.xǁSidesǁ_sum_under__mutmut_12"
+    assert core.location(name) == ("attnkit/graph/affine.py", "Sides._sum_under")
+    name = "attnkit.graph.adjoint.x__abs__mutmut_1"
+    assert core.location(name) == ("attnkit/graph/adjoint.py", "_abs")
+
+
+def test_mutants_that_say_nothing_are_left_out(tmp_path: Path) -> None:
+    """Mutants of code that runs at import and of the text of an error are left out, no others."""
+    for folder, text in ((tmp_path, MODULE), (tmp_path / "mutants", MUTATED)):
+        (folder / "attnkit").mkdir(parents=True)
+        (folder / "attnkit" / "m.py").write_text(text)
+    assert core.wasted("attnkit.m.x__table__mutmut_1", tmp_path)
+    size = [f"attnkit.m.xǁGridǁsize__mutmut_{i}" for i in (1, 2, 3)]
+    assert [core.wasted(name, tmp_path) for name in size] == [True, False, False]
+
+
+def test_equivalent_mutants_are_found_by_their_lines() -> None:
+    change = core.Change(
+        "attnkit/graph/m.py", "f", "zip(a, b, strict=True)", "zip(a, b, strict=False)"
+    )
+    name = "attnkit.graph.m.x_f__mutmut_4"
+    assert core.listed(name, DIFFERENCE, [change])
+    for other in ({"path": "attnkit/graph/n.py"}, {"function": "g"}, {"after": "zip(a, b)"}):
+        assert not core.listed(name, DIFFERENCE, [replace(change, **other)])
+
+
+def test_equivalent_mutants_are_of_lines_that_exist() -> None:
+    changes = core.equivalents()
+    assert len({(c.path, c.function, c.before, c.after) for c in changes}) == len(changes)
+    for change in changes:
+        lines = [line.strip() for line in (ROOT / change.path).read_text().splitlines()]
+        name = change.function.rpartition(".")[2]
+        assert any(line.startswith(f"def {name}(") for line in lines), change
+        assert all(line in lines for line in change.before.splitlines()), change
+        assert change.after != change.before
+        assert change.reason
+
+
+def test_outcomes_of_mutmut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "difference", lambda name, root: name)
+    monkeypatch.setattr(core, "listed", lambda name, difference, known: name == "f")
     folder = tmp_path / "mutants" / "attnkit"
     folder.mkdir(parents=True)
-    codes = {"a": 1, "b": 0, "c": 33, "d": None, "e": 36, "f": 0}
+    codes = {"a": 1, "b": 0, "c": 33, "d": None, "e": 36, "f": 0, "g": 0}
     (folder / "m.py.meta").write_text(json.dumps({"exit_code_by_key": codes}))
-    found = outcome("abcde", tmp_path)
-    assert (found.killed, found.survivors, found.uncovered) == (2, ("b",), ("c",))
+    found = core.outcome("abcdef", 7, tmp_path)
+    assert found == core.Outcome(2, ("b",), ("c",), ("f",), 7)

@@ -13,9 +13,15 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.runtime.merge_states import merge_states
 from attnkit.schedule.l2_sections import chunk_of, distinct
-from attnkit.schedule.scheduler import FORWARD, Shape, schedule_backward, schedule_forward
+from attnkit.schedule.scheduler import FORWARD, ORDERS, Shape, schedule_backward, schedule_forward
 from attnkit.schedule.simulator import simulate
-from attnkit.schedule.split_kv import Cost, Rows, fill_shares, predict_makespan
+from attnkit.schedule.split_kv import (
+    Cost,
+    Rows,
+    fill_shares,
+    predict_makespan,
+    split_evenly,
+)
 from attnkit.sparsity.block_runs import FULL, PARTIAL, BlockRuns, Runs
 from tests.schedule.schedule_cases import Case, cases, walked
 
@@ -80,6 +86,22 @@ def test_every_tile_is_visited_exactly_once(case: Case) -> None:
     assert [s for slots in expected.values() for s in slots] == list(range(pointers[-1]))
     if not case.split or case.order == "grid":
         assert not split
+
+
+@given(case=cases())
+def test_cursors_of_no_tiles_are_zero(case: Case) -> None:
+    schedule = case.schedule()
+    for cursors in (schedule.partial, schedule.full):
+        assert not cursors[cursors[:, 2] == 0].any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_schedules_are_on_the_device_of_the_runs(order: str) -> None:
+    runs = made("documents", 16)
+    expected = schedule_forward(runs, Shape(1, 2, 16), workers=4, order=order)
+    with torch.device("meta"):  # on which nothing can be computed by mistake
+        found = schedule_forward(runs, Shape(1, 2, 16), workers=4, order=order)
+    assert torch.equal(found.table(), expected.table())
 
 
 @given(case=cases())
@@ -237,6 +259,16 @@ def test_fill_shares_splits_only_rows_that_exceed_a_share(
         if loads[0] > share:
             break
         assert work_tiles.parts[work_tiles.row == row].tolist() == [1]
+
+
+def test_an_even_split_makes_no_work_tile_of_nothing() -> None:
+    """A share may end inside an expensive last tile, nearest to the end of the row."""
+    rows = Rows(torch.tensor([9]), torch.tensor([1]), Cost(full=1000, partial=10, tile=0, merge=0))
+    for limit in (1, 109, 300, 600):
+        work_tiles = split_evenly(rows, limit)
+        assert bool((work_tiles.first < work_tiles.stop).all())
+        assert int(work_tiles.stop[-1]) == 10
+        assert work_tiles.parts.tolist() == [work_tiles.row.numel()] * work_tiles.row.numel()
 
 
 def test_the_last_wave_is_cut_where_it_pays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def test_reuse_between_nothing_and_everything_shared(case: Case) -> None:
     assert l2_reuse(schedule, case.runs, timeline, 1 << 40) == pytest.approx(every)
     sizes = [l2_reuse(schedule, case.runs, timeline, size) for size in (4, 16, 40, 100)]
     assert sizes == sorted(sizes)
+
+
+def test_tiles_are_visited_at_equal_intervals() -> None:
+    """Tiles of a short row fall between those of a long one that runs at the same time."""
+    states = torch.zeros(1, 1, 2, 4, dtype=torch.int8)
+    states[0, 0, 0] = FULL  # 0, 1, 2, 3 at 0.5, 1.5, 2.5 and 3.5
+    states[0, 0, 1, 2] = FULL  # 2 at 2
+    runs = BlockRuns.from_states(states, 2, 4, (1, 1))
+    schedule = schedule_forward(runs, Shape(1, 1, 1), workers=2, order="grid", split=False)
+    timeline = simulate(schedule, 2)
+    timeline = replace(
+        timeline, start=torch.zeros_like(timeline.start), end=torch.full_like(timeline.end, 4)
+    )
+    tile = schedule.shape.tile_bytes
+    assert l2_reuse(schedule, runs, timeline, tile) == pytest.approx(1 / 5)
 
 
 def test_sampled_reuse_is_near_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,16 @@ def test_a_device_is_named_as_by_its_tensors() -> None:
     assert torch.equal(flex_attention(x, x, x, block_mask=mask), flex_attention(x, x, x))
 
 
+def test_the_device_is_that_of_the_captured_tensors() -> None:
+    limit = torch.tensor(3)  # a number on the CPU
+    table = torch.zeros(64, dtype=torch.int32, device="meta")
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q > limit) & (table[q] == table[kv]), None, None, 64, 64
+    )
+    assert mask.device == torch.device("meta")
+    assert create_block_mask(lambda b, h, q, kv: q > limit, None, None, 64, 64).device.type == "cpu"
+
+
 def test_repr() -> None:
     text = repr(create_block_mask(causal, None, None, 256, 256))
     assert "shape=(1, 1, 256, 256)" in text

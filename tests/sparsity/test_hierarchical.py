@@ -247,6 +247,30 @@ def test_a_grid_that_is_open_everywhere_goes_flat(monkeypatch: pytest.MonkeyPatc
         check(runs, dense_states(traced, Example(mask, 900, 900), (16, 16)))
 
 
+@pytest.mark.parametrize("side", [0, 3, 8])
+def test_undecided_tiles_are_counted(
+    monkeypatch: pytest.MonkeyPatch, by_nodes: Callable[[int], None], side: int
+) -> None:
+    """Each way to classify counts the same undecided tiles, in passes of any size."""
+    ids = torch.arange(200) // 50
+    mask = Mask(lambda b, h, q, kv: (ids[q] == ids[kv]) & (q - kv >= 10) & (q - kv <= 14))
+    monkeypatch.setattr("attnkit.sparsity.witness._PASS_BYTES", 45)  # no room for a search
+    if side:
+        by_nodes(side)
+    found = []
+    for size in (1 << 18, 5):
+        monkeypatch.setattr("attnkit.sparsity.witness._MAX_TILES", size)
+        monkeypatch.setattr("attnkit.sparsity.witness.chunk_size", lambda *_, n=size: n)
+        traced, statistics = trace(mask, "mask"), Statistics()
+        runs = classify(traced.root, traced.tensors, q_len=200, kv_len=200, block=(31, 33), batch=1,
+                        heads=1, device=CPU, statistics=statistics)  # fmt: skip
+        check(runs, dense_states(traced, Example(mask, 200, 200), (31, 33)))
+        found.append((statistics.tiles, statistics.open, statistics.dense))
+
+    assert found[0] == found[1]
+    assert found[0] == (49, 12, 7)
+
+
 # --- equal values
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnkit.errors import BoundsError, TraceError
+from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.eval_torch import evaluate, mask_dtype
 from attnkit.runtime.reference import positions
@@ -281,6 +282,17 @@ def test_random_score_mods_have_torchs_value_and_derivative(
     torch.testing.assert_close(found.expand(SHAPE), expected.detach().float(), **close)
     known = slope.isfinite()  # torch lets 0 * inf = NaN flow out of floor
     torch.testing.assert_close(derivative.expand(SHAPE)[known], slope[known], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_sums_of_captured_integers_keep_their_plain_form(dtype: torch.dtype) -> None:
+    """Tiles are classified by this form. Products may exceed int32, and wrap."""
+    ids = torch.arange(K).to(dtype)
+    traced = trace(lambda b, h, q, kv: ids[kv] + q - ids[q].int() > 3, "mask")
+    assert not any(n.op.startswith("wrap_") for n in ir.topo(traced.root))
+    large = trace(lambda b, h, q, kv: ids[kv].int() * ids[q].int() * 5 * ids[h].int() > 3, "mask")
+    wraps = any(n.op.startswith("wrap_") for n in ir.topo(large.root))
+    assert wraps == (dtype != torch.int8)
 
 
 def test_a_float_becomes_a_byte_as_in_torch() -> None:

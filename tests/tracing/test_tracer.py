@@ -294,6 +294,7 @@ MODS: dict[str, Callable[..., Any]] = {
     "int result": lambda s, b, h, q, kv: q - kv,
     "captured result": lambda s, b, h, q, kv: TABLE[h, q],
     "pow half": lambda s, b, h, q, kv: s.abs() ** 0.5 + s**3 - 2 ** (-s) + 1.5**s,
+    "float power": lambda s, b, h, q, kv: s + torch.float_power(s.abs() + 0.5, q % 3).float(),
     "negative power": lambda s, b, h, q, kv: (s.abs() + 1) ** -1 + (q + 1.0) ** -0.5,
     "float floor division": lambda s, b, h, q, kv: s // 0.7 + s % 0.7 - (-s) % 1.3,
     "float fmod": lambda s, b, h, q, kv: torch.fmod(s, 0.7) + torch.fmod(s, -1.3),
@@ -475,6 +476,12 @@ def test_a_traced_value_is_a_tensor() -> None:
         return q >= kv if same and plain else q < kv
 
     assert_same(mask, "mask")
+
+
+def test_a_traced_value_that_is_kept_can_be_computed_with() -> None:
+    kept = []
+    trace(lambda s, b, h, q, kv: (kept.append(s), s)[1], "score")
+    assert str(torch.exp(kept[0]) + 1) == "Value(exp(score) + 1.0)"
 
 
 def test_questions_about_a_traced_value_are_answered() -> None:

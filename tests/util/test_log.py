@@ -194,6 +194,45 @@ def test_the_variable_writes_to_stderr() -> None:
     assert run("info")[1] == ""  # a CPU call in torch operators is what one expects
 
 
+@pytest.fixture
+def logger_of_attnkit() -> Iterator[logging.Logger]:
+    """Return attnkit's logger, whose settings are restored."""
+    logger = logging.getLogger("attnkit")
+    level, handlers = logger.level, logger.handlers[:]
+    yield logger
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+def test_lines_of_stderr(
+    logger_of_attnkit: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ATTNKIT_LOG", " Info ")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
+    log.to_stderr()
+    assert logger_of_attnkit.level == logging.INFO
+    logging.getLogger("attnkit.jit").info("compiled %d kernels", 2)
+    logging.getLogger("attnkit.jit").debug("too much detail")
+    assert capsys.readouterr().err == "attnkit.jit: compiled 2 kernels\n"
+    logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("attnkit.jit").info("the program's own handlers write this")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_level_that_is_none_is_named(
+    logger_of_attnkit: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = logger_of_attnkit.handlers[:]
+    monkeypatch.setenv("ATTNKIT_LOG", "loud")
+    message = "ATTNKIT_LOG='loud' is ignored; expected info or debug"
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        log.to_stderr()
+    assert caught[0].filename == __file__  # the line that asked for it
+    assert logger_of_attnkit.handlers == handlers
+
+
 def test_a_program_that_logs_gets_no_second_copy() -> None:
     _, err = run("debug", "logging.basicConfig(format='mine %(message)s')")
     assert err.count("prepared a call in ") == 1

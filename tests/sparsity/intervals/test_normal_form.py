@@ -283,7 +283,9 @@ def test_reasons_name_the_type() -> None:
 def test_starts_from_two_tables_and_one_end() -> None:
     """Two stretches that end together are one, from the lower of their starts."""
     first, second = torch.tensor([0, 3, 1, 2, 0, 5]), torch.tensor([0, 0, 2, 2, 4, 1])
-    count = check(lambda b, h, q, kv: ((kv >= first[q]) | (kv >= second[q])) & (kv <= q), 6, 6, 1, 1)
+    count = check(
+        lambda b, h, q, kv: ((kv >= first[q]) | (kv >= second[q])) & (kv <= q), 6, 6, 1, 1
+    )
     assert count == 1
 
 
