@@ -293,7 +293,7 @@ def test_starts_from_two_tables_and_one_end() -> None:
 def test_searches_in_passes_find_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = check(*masks.examples(96)[name])
     caches.clear_all()
-    monkeypatch.setattr("attnkit.sparsity.intervals.search._PASS_NUMBERS", 500)
+    monkeypatch.setattr("attnkit.sparsity.intervals.search._PASS_NUMBERS", 30)
     assert check(*masks.examples(96)[name]) == expected
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attnkit import Mask, create_block_mask, create_mask, masks
 from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
@@ -17,6 +18,7 @@ from attnkit.sparsity.intervals.search import (
     Ends,
     ValueIndex,
     equal_in_order,
+    search_in_passes,
 )
 from attnkit.sparsity.intervals.tiles import tiles_of
 from tests.sparsity.test_hierarchical import check, states_of
@@ -54,6 +56,30 @@ def test_library(length: int, block: tuple[int, int]) -> None:
         if found_tiles(e.mask, (e.q_len, e.kv_len, e.batch, e.heads), block)
     }
     assert found >= ORDERED
+
+
+@pytest.mark.parametrize("size", [1, 6, 9, 1000])
+def test_a_search_in_passes_joins_the_rows(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Each pass gets its rows of every argument, and those that all rows share as they are."""
+    monkeypatch.setattr("attnkit.sparsity.intervals.search._PASS_NUMBERS", size)
+    first = torch.tensor([4, 1, 9, 0, 2, 7, 3]).view(1, 1, -1, 1)
+    count = torch.tensor([1, 2, 0, 0, 1, 3, 1]).view(1, 1, -1, 1)
+    steps = torch.tensor([0, 10, 20]).view(1, 1, 1, -1)
+    passes = []
+
+    def search(first: Tensor, count: Tensor, steps: Tensor, none: None) -> Ends:
+        passes.append(first.shape[2])
+        assert none is None
+        low = first + steps
+        return low, torch.where(steps < 10 * count, low + 1, low)
+
+    low, high = search_in_passes(search, [first, count, steps, None], 30)
+    found = [[(a, b) for a, b in zip(*ends, strict=True) if a < b]
+             for ends in zip(low[0, 0].tolist(), high[0, 0].tolist(), strict=True)]  # fmt: skip
+    assert found == [[(4, 5)], [(1, 2), (11, 12)], [], [], [(2, 3)],
+                     [(7, 8), (17, 18), (27, 28)], [(3, 4)]]  # fmt: skip
+    assert sum(passes) == 7
+    assert max(passes) == {1: 1, 6: 2, 9: 3, 1000: 7}[size]
 
 
 @st.composite
