@@ -18,6 +18,7 @@ from attnkit.schedule import plan
 from attnkit.schedule.kernel_table import (
     HEAD_DIMS,
     Kernel,
+    fitting_kernel,
     kernels,
     mask_tiles,
     padded_head_dim,
@@ -200,6 +201,17 @@ def test_tiles_of_a_mask_can_be_joined_to_those_of_every_kernel() -> None:
     assert mask_tiles([single, pair]) == (128, 192)
     assert mask_tiles([wide, single]) == (256, 96)
     assert mask_tiles([pair, single, wide]) == (128, 64)
+
+
+def test_the_kernel_that_fits_the_tiles_of_a_mask() -> None:
+    """The kernel with these tiles fits best, unless lists of blocks leave the mask unread."""
+    some = [Kernel((64, 64)), Kernel((128, 96)), Kernel((128, 128)), Kernel((32, 32))]
+    assert fitting_kernel(some, (128, 128), False) is some[2]
+    assert fitting_kernel(some, (128, 128), True) is some[0]
+    assert fitting_kernel(some, (128, 192), False) is some[0]
+    assert fitting_kernel(some, (256, 96), False) is some[1]
+    assert fitting_kernel(some, (64, 96), True) is some[3]
+    assert fitting_kernel(some, (96, 64), False) is some[3]
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(8, 64), (64, 64), (72, 96), (200, 256)])

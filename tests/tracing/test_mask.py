@@ -191,6 +191,17 @@ def test_and_or_masks() -> None:
     assert dense(noop_mask).all()
 
 
+def test_plain_functions_on_the_left() -> None:
+    even = lambda b, h, q, kv: q % 2 == 0
+    expected = dense(even)
+    for found, combine in (
+        (even & CAUSAL, torch.logical_and),
+        (even | CAUSAL, torch.logical_or),
+        (even ^ CAUSAL, torch.logical_xor),
+    ):
+        assert torch.equal(dense(found), combine(expected, dense(CAUSAL)))
+
+
 def test_truth_value_is_refused() -> None:
     with pytest.raises(ArgumentError, match="has no truth value; combine masks with `&`"):
         _ = CAUSAL and NEAR

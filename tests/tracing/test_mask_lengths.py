@@ -171,6 +171,13 @@ def test_bad_lengths(lengths: Any) -> None:
         Mask(plain, lengths=lengths)
 
 
+def test_lengths_are_told_in_words() -> None:
+    assert str(Lengths()) == "any lengths"
+    assert str(Lengths((4, 4), (2, None))) == "query length 4, kv length 2 or more"
+    assert str(Lengths(kv=(1, 9))) == "kv length 9 at most"
+    assert str(Lengths(q=(3, 9))) == "query length 3 to 9"
+
+
 def test_lengths_as_a_value() -> None:
     assert as_lengths(None) == Lengths()
     assert as_lengths((3, (2, None))) == ((3, 3), (2, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -112,6 +113,28 @@ def test_limits_of_the_lesser_and_the_greater(of_two: Any, below: bool, limit: i
         return value <= limit if below else value > limit
 
     assert check(mask, 40, 50, 1, 1) > 0
+
+
+FORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "distance": lambda q, kv: (q - kv).abs(),
+    "distance to a column": lambda q, kv: (kv - 30).abs() - q // 2,
+    "where a row": lambda q, kv: torch.where(q < 11, kv - q, 25 - kv),
+    "where a column": lambda q, kv: torch.where(kv < 30, kv - q, 3),
+    "where a diagonal": lambda q, kv: torch.where(q - kv >= 4, q - kv - 2, 30 - kv),
+    "bool": lambda q, kv: 9 * (kv > q).to(torch.int32),
+    "shift": lambda q, kv: (kv - q) >> 2,
+    "quotient": lambda q, kv: (kv + 3) // 5 - q // 8,
+}
+
+
+@pytest.mark.parametrize("limit", [-3, 0, 1, 8])
+@pytest.mark.parametrize("comparison", [operator.le, operator.gt, operator.eq, operator.ne])
+@pytest.mark.parametrize("name", FORMS)
+def test_limits_of_one_term(name: str, comparison: Any, limit: int) -> None:
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return comparison(FORMS[name](q, kv), limit)
+
+    assert check(mask, 40, 50, 1, 1) >= 0
 
 
 @pytest.mark.parametrize("length", [32, 61, 200])

@@ -457,6 +457,26 @@ def test_boxes_are_exact(data: st.DataObject) -> None:
     assert (int(low), int(high)) == (int(tensor[tuple(cuts)].min()), int(tensor[tuple(cuts)].max()))
 
 
+def test_boxes_that_need_too_much_memory_give_the_whole_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Boxes of several widths need a copy of the tensor for each; the limit leaves room for one."""
+    tensor = torch.tensor([3, 1, 2, 9, 0, 4, 7, 5])
+    empty = torch.zeros(1, dtype=torch.int32)
+    for type_, low, high in ((I32, 0, 9), (BOOL, False, True)):
+        boxes = Boxes(Domain((tensor,), 1, 1, empty, empty))
+        n = load(0, type_, [ir.arg("q")])
+        widths = (torch.tensor([0, 1, 2]), torch.tensor([0, 2, 5]))
+        exact_low, exact_high = boxes.load(n, [widths])
+        assert exact_low.tolist() == [[3, 1, 0], [True, True, False]][type_ == BOOL]
+        assert exact_high.tolist() == [[3, 2, 9], [True, True, True]][type_ == BOOL]
+        monkeypatch.setattr("attnkit.sparsity.ranges.boxes._MAX_BYTES", 130)
+        found = boxes.load(n, [widths])
+        assert [bool((end == value).all()) for end, value in zip(found, (low, high), strict=True)]
+        assert [end.tolist() for end in found] == [low, high]
+        monkeypatch.undo()
+
+
 def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
     tensor = torch.tensor([3, 1, 2, 9, 0])
     n = load(0, I32, [ir.arg("q")])
