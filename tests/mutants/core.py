@@ -102,10 +102,9 @@ def wasted(name: str, root: Path = ROOT) -> bool:
 
 def location(name: str) -> tuple[str, str]:
     """Return the file of a mutant and its function, `Class.method` for a method."""
-    module, _, key = name.partition(".x")
-    mangled = key.rpartition("__mutmut_")[0]
-    separator, mangled = mangled[0], mangled[1:]
-    function = mangled.replace("ǁ", ".") if separator == "ǁ" else mangled
+    module, _, key = name.rpartition(".")
+    kind, mangled = key[:2], key[2:].rpartition("__mutmut_")[0]
+    function = mangled.replace("ǁ", ".") if kind == "xǁ" else mangled
     return module.replace(".", "/") + ".py", function
 
 
