@@ -22,6 +22,7 @@ from attnkit.graph.staging import (
     level_of,
     linear,
     pair_load,
+    reads_pair,
     stage,
 )
 from attnkit.tracing.tracer import trace
@@ -51,6 +52,26 @@ def test_levels_of_a_mod() -> None:
     assert staging.operations(Level.RELATIVE) == 2
     assert staging.operations(Level.ELEMENT) == 4
     assert "column" in str(staging)
+
+
+def test_loads_of_a_row_and_a_column() -> None:
+    """The last two indices are a row's and a column's, in any order; the others a head's."""
+    h, q, kv = arg("h"), arg("q"), arg("kv")
+    types = [load(1, I32, [position]) for position in (q, kv)]
+    for index in ([h, *types], types, types[::-1], [const(0), arg("b"), kv, q]):
+        assert reads_pair(load(0, F32, index))
+        assert column_axis(load(0, F32, index)) == index.index(kv if kv in index else types[1])
+    assert not reads_pair(load(0, I32, [h, *types]))
+    for index in (
+        [kv],
+        [q, q],
+        [h, q],
+        [q, h, kv],
+        [q, kv, h],
+        [build("sub", q, kv), kv],
+        [q, *types],
+    ):
+        assert not reads_pair(load(0, F32, index))
 
 
 @given(st.frozensets(st.sampled_from(["b", "h", "scale", "q", "kv", "score", "grad"])))

@@ -431,6 +431,9 @@ def test_bad_arguments_are_named() -> None:
 
 def test_it_reads_as_a_sentence() -> None:
     schedule = schedule_forward(made("causal", 4), Shape(2, 4, 1024), workers=4)
-    assert str(schedule).startswith(
-        "forward schedule, longest, for 4 workers: 32 work tiles of 2 x 4"
+    assert str(schedule) == (
+        "forward schedule, longest, for 4 workers: 32 work tiles of 2 x 4 x 4 tiles, 0 split; "
+        f"bound {schedule.bound:.0f} cycles"
     )
+    schedule = schedule_backward(made("causal", 4), Shape(2, 4, 1024), workers=3)
+    assert str(schedule).startswith("backward schedule, ")

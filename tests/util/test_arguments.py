@@ -20,6 +20,7 @@ from attnkit.errors import (
     OptionError,
 )
 from attnkit.inspection import picture, summary, timeline
+from attnkit.util.arguments import AuxOutput, AuxRequest
 
 LONG = 2**31
 IDS = torch.zeros(8, dtype=torch.int64)
@@ -276,3 +277,24 @@ def test_a_block_mask_can_be_iterated_over() -> None:
     """Iterating over a BlockMask yields its batch entries and ends."""
     mask = create_block_mask(lambda b, h, q, kv: q >= kv + b, 3, 1, 32, 32, BLOCK_SIZE=16)
     assert len(list(mask)) == 3  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", AuxOutput._fields)
+def test_an_output_is_returned_if_it_is_requested(name: str) -> None:
+    lse, maxima, entropy, sums = torch.randn(4, 1, 2, 3)
+    computed = {"lse": lse, "max_scores": maxima, "entropy": entropy, "column_sums": sums}
+    computed["max_logits"] = maxima.amax(-1)
+    request = AuxRequest(**{name: True})
+    assert request.needs_row_maxima == name.startswith("max_")
+    found = AuxOutput.of(request, lse, maxima, entropy, sums)
+    for field, value in zip(AuxOutput._fields, found, strict=True):
+        assert (value is not None) == (field == name)
+        assert value is None or torch.equal(value, computed[field])
+    assert AuxOutput.of(request, lse, None, None).max_logits is None
+
+
+def test_a_head_without_queries_has_no_largest_score() -> None:
+    nothing = torch.zeros(2, 3, 0)
+    largest = AuxOutput.of(AuxRequest(max_logits=True), nothing, nothing, None).max_logits
+    assert largest is not None
+    assert torch.equal(largest, torch.full((2, 3), -torch.inf))
