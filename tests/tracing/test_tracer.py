@@ -439,6 +439,30 @@ def test_a_tensor_that_is_not_used_is_not_captured() -> None:
     assert ir.slots(traced.root) == (0,)
 
 
+@pytest.mark.parametrize(
+    ("index", "whole"),
+    [
+        (lambda q: q, True),
+        (lambda q: q + q * 2, True),
+        (lambda q: torch.minimum(q, q * 2), True),
+        (lambda q: torch.clamp(q - 3, min=0), True),
+        (lambda q: torch.maximum(q, q - 3), True),
+        (lambda q: q // 2, True),
+        (lambda q: q % 5, True),
+        (lambda q: q - 3, False),
+        (lambda q: q * -1, False),
+        (lambda q: torch.minimum(q, q - 3), False),
+        (lambda q: torch.maximum(q - 2, q - 3), False),
+        (lambda q: q // -2, False),
+        (lambda q: q % -5, False),
+    ],
+)
+def test_a_part_at_the_end_is_read_from_the_whole(index: Any, whole: bool) -> None:
+    """An index that is never negative means the same in the whole tensor, which is captured."""
+    traced = trace(lambda b, h, q, kv: IDS[3:][index(q)] == kv, "mask")
+    assert (traced.tensors[0] is IDS) == whole
+
+
 def test_same_function_gives_the_same_node() -> None:
     mod = MODS["gelu"]
     assert trace(mod, "score").root is trace(mod, "score").root
