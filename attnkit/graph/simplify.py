@@ -112,8 +112,6 @@ def power(a: Node, b: Node) -> Node:
 
 def _fold(op: str, args: tuple[Node, ...]) -> Node | None:
     """Fold an operation on constants, or return None if Python might not give the exact result."""
-    if op == "where":
-        return args[1] if args[0].attr else args[2]
     if op in _FOLD_ANY or (args[0].type != F32 and op in _FOLD_INT):
         function = _FOLD_ANY.get(op) or _FOLD_INT[op]
         if op in ("fdiv", "mod", "tdiv") and not args[1].attr:

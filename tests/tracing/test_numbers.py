@@ -57,6 +57,26 @@ def test_ints(op: Any, turned: bool, number: int, kind: Kind) -> None:
     assert inserted is known(full, number, kind).root
 
 
+PRODUCTS: list[Callable[[Any, Any], Any]] = [
+    lambda x, n: x * n + x,
+    lambda x, n: x * n - x,
+    lambda x, n: x - x * n,
+    lambda x, n: -(x * n),
+    lambda x, n: x * n * 2,
+]
+
+
+@pytest.mark.parametrize("build", PRODUCTS)
+def test_products_that_may_wrap_until_the_number_is_known(build: Any) -> None:
+    root = unknown(build, 5, "mask").root
+    assert any(n.op.startswith("wrap_") for n in ir.topo(root))
+    for number, wraps in ((5, False), (-3, False), (2**30, True)):
+        inserted = with_numbers(root, [number], [])
+        assert any(n.op.startswith("wrap_") for n in ir.topo(inserted)) == wraps
+        if not wraps:
+            assert inserted is known(build, number, "mask").root
+
+
 @given(st.sampled_from(FLOATS[-2:] + FLOATS[:5]), st.booleans(), st.floats(-1e3, 1e3))
 def test_floats_in_a_score(op: Any, turned: bool, number: float) -> None:
     build = swapped(op) if turned else op
