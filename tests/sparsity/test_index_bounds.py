@@ -332,3 +332,18 @@ def test_a_proof_is_not_used_for_other_data() -> None:
     start.copy_(torch.tensor([0, 16, 0]))
     with pytest.raises(BoundsError):
         create_block_mask(two, None, None, 3, 3).runs.counts()
+
+
+def test_ranges_are_those_of_one_head() -> None:
+    """An index that each head keeps in range is not refused because heads differ."""
+    places = torch.tensor([[0, 1, 2, 3], [100, 101, 102, 103]], dtype=torch.int32)
+    table = torch.zeros(7)
+    mod = trace(lambda s, b, h, q, kv: s + table[places[h, q] - places[h, kv] + 3], "score")
+    for far in (0, 1):
+        places[1, 0] = 100 - far
+        outside = {"q_len": 4, "kv_len": 4, "batch": 1, "heads": 2}
+        if far:
+            with pytest.raises(BoundsError, match="has 7 entries"):
+                check_bounds([mod.root], mod.tensors, mod.names, **outside)
+        else:
+            check_bounds([mod.root], mod.tensors, mod.names, **outside)

@@ -110,6 +110,11 @@ CASES: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
         "score",
         ("index 4 is out of range for dimension 0 of size 4",),
     ),
+    "view as a shape": (
+        lambda s, b, h, q, kv: s + TABLE[h, :2].view_as(TABLE[q % 4, :2]).sum(),
+        "score",
+        ("view_as and expand_as are not supported for values with a shape",),
+    ),
     "index that is a number": (
         lambda s, b, h, q, kv: torch.nn.functional.embedding(3, s.view(1, 1)),
         "score",

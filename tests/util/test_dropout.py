@@ -112,3 +112,11 @@ def test_no_dropout_draws_nothing(p: float) -> None:
 def test_errors(p: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         threshold_of(p)
+
+
+def test_bits_are_on_the_device_of_the_state() -> None:
+    state, zero = torch.tensor([5, 200]), torch.tensor([[0]])
+    expected = kept(state, zero, zero, 1, (3, 40), (1, 20))
+    with torch.device("meta"):  # on which nothing can be computed by mistake
+        found = kept(state, zero, zero, 1, (3, 40), (1, 20))
+    assert torch.equal(found, expected)

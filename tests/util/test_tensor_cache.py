@@ -124,3 +124,14 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_values_of_inference_tensors_are_kept_with_a_copy_of_their_data(copies: bool) -> None:
+    cache: VersionedCache[int] = VersionedCache(4) if copies else VersionedCache(4, copies=False)
+    with torch.inference_mode():
+        table = torch.zeros(3)
+        assert cache.get("k", [table], lambda: 1) == 1
+        assert cache.get("k", [table], lambda: 2) == (1 if copies else 2)
+        table[1] = 5
+        assert cache.get("k", [table], lambda: 3) == 3

@@ -81,7 +81,7 @@ def _across(ends: tuple[Tensor, Tensor], columns: int) -> tuple[Tensor, Tensor]:
         int [pairs, columns], first and stop of the rows; a column with stop <= first has no rows.
     """
     first, stop = (x.contiguous() for x in ends)
-    column = torch.arange(columns, dtype=first.dtype, device=first.device)
+    column = torch.arange(columns, device=first.device)
     column = column.expand(len(first), columns).contiguous()
     began = torch.searchsorted(stop, column, right=True, out_int32=True)
     return began, torch.searchsorted(first, column, right=True, out_int32=True)

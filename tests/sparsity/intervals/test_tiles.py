@@ -16,6 +16,7 @@ from attnkit.sparsity.intervals.normal_form import Intervals, intervals_of
 from attnkit.sparsity.intervals.search import (
     AscendingPieces,
     Ends,
+    TrueRuns,
     ValueIndex,
     equal_in_order,
     search_in_passes,
@@ -56,6 +57,17 @@ def test_library(length: int, block: tuple[int, int]) -> None:
         if found_tiles(e.mask, (e.q_len, e.kv_len, e.batch, e.heads), block)
     }
     assert found >= ORDERED
+
+
+def test_as_many_runs_as_allowed_are_listed() -> None:
+    runs = TrueRuns(torch.tensor([[[True, False, True, True, False, True]]]))
+    low, high = torch.tensor([[[[0], [3]]]]), torch.tensor([[[[6], [6]]]])
+    assert runs.within(low, high, 2) is None
+    found = runs.within(low, high, 3)
+    assert found is not None
+    kept = [[(a, b) for a, b in zip(*ends, strict=True) if a < b]
+            for ends in zip(*(end[0, 0].tolist() for end in found), strict=True)]  # fmt: skip
+    assert kept == [[(0, 1), (2, 4), (5, 6)], [(3, 4), (5, 6)]]
 
 
 @pytest.mark.parametrize("size", [1, 6, 9, 1000])
