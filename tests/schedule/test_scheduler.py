@@ -269,6 +269,8 @@ def test_an_even_split_makes_no_work_tile_of_nothing() -> None:
         assert bool((work_tiles.first < work_tiles.stop).all())
         assert int(work_tiles.stop[-1]) == 10
         assert work_tiles.parts.tolist() == [work_tiles.row.numel()] * work_tiles.row.numel()
+    equal = Rows(torch.tensor([0]), torch.tensor([3]), Cost(full=10, partial=10, tile=0, merge=0))
+    assert split_evenly(equal, 10).first.tolist() == [0, 1, 2]
 
 
 def test_the_last_wave_is_cut_where_it_pays() -> None:

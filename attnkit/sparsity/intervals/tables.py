@@ -216,7 +216,6 @@ class RowTables:
         if self._proven.issuperset(nodes):
             return
         domain = self._domain
-        sizes = {"b": domain.b.numel(), "h": domain.h.numel(), "q": domain.q_len}
         try:
             unproven = check_bounds(
                 nodes,
@@ -224,8 +223,8 @@ class RowTables:
                 self.names,
                 q_len=domain.q_len,
                 kv_len=domain.kv_len,
-                batch=sizes["b"],
-                heads=sizes["h"],
+                batch=domain.b.numel(),
+                heads=domain.h.numel(),
                 dtype=domain.dtype,
             )
         except BoundsError as error:

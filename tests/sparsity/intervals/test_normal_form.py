@@ -137,6 +137,24 @@ def test_limits_of_one_term(name: str, comparison: Any, limit: int) -> None:
     assert check(mask, 40, 50, 1, 1) >= 0
 
 
+@pytest.mark.parametrize(
+    "comparison", [operator.lt, operator.le, operator.eq, operator.ne, operator.xor]
+)
+def test_comparisons_of_conditions(comparison: Any) -> None:
+    for mask in (
+        lambda b, h, q, kv: comparison(kv <= q, kv < 17),
+        lambda b, h, q, kv: comparison(q < 9, kv <= q),
+        lambda b, h, q, kv: ~comparison(kv > q + 3, q < 20),
+    ):
+        assert check(mask, 40, 50, 1, 1) > 0
+
+
+def test_tables_of_too_many_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnkit.sparsity.intervals.tables._MAX_ENTRIES", 39)
+    reason = shown(masks.document(torch.arange(40) // 7), q_len=40, kv_len=40)
+    assert reason.endswith("its ends in all rows are 40 numbers, too many to hold")
+
+
 @pytest.mark.parametrize("length", [32, 61, 200])
 def test_library_at_other_lengths(length: int) -> None:
     found = {name: check(*example) for name, example in masks.examples(length).items()}
@@ -321,10 +339,12 @@ def test_searches_in_passes_find_the_same(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_bounds_are_on_the_device_of_the_mask() -> None:
-    found = attnkit.intervals(masks.causal(), 5, 7)
-    assert found is not None
+    ids = torch.tensor([0, 0, 1, 1, 1])
     with torch.device("meta"):  # on which nothing can be computed by mistake
+        found = attnkit.intervals(masks.document(ids) & masks.causal(), 5, 5)
+        assert found is not None
         found_ends = found.ends()
+    assert found_ends[0].flatten().tolist() == [0, 0, 2, 2, 2]
     assert all(end.device == torch.device("cpu") for end in found_ends)
 
 

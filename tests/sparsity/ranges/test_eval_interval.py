@@ -477,6 +477,17 @@ def test_boxes_that_need_too_much_memory_give_the_whole_range(
         monkeypatch.undo()
 
 
+def test_whole_ranges_of_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnkit.sparsity.ranges.boxes._MAX_BYTES", 0)
+    first, second = torch.tensor([3, 1, 2]), torch.tensor([30, 10, 0])
+    empty = torch.zeros(1, dtype=torch.int32)
+    boxes = Boxes(Domain((first, second), 1, 1, empty, empty))
+    box = [(torch.tensor([0]), torch.tensor([1]))]
+    loads = [load(0, I32, [ir.arg("q")]), load(1, I32, [ir.arg("q")]), load(1, BOOL, [ir.arg("q")])]
+    found = [[end.item() for end in boxes.load(n, box)] for n in loads]
+    assert found == [[1, 3], [0, 30], [False, True]]
+
+
 def test_boxes_outside_the_tensor_give_its_whole_range() -> None:
     tensor = torch.tensor([3, 1, 2, 9, 0])
     n = load(0, I32, [ir.arg("q")])
