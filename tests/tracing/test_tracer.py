@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnkit.errors import TraceError
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.eval_torch import evaluate
+from attnkit.tracing.ops.shape import MAX_UNROLL
 from attnkit.tracing.tracer import Traced, trace
 
 B, H, Q, K = 2, 3, 7, 9
@@ -461,6 +463,14 @@ def test_a_part_at_the_end_is_read_from_the_whole(index: Any, whole: bool) -> No
     """An index that is never negative means the same in the whole tensor, which is captured."""
     traced = trace(lambda b, h, q, kv: IDS[3:][index(q)] == kv, "mask")
     assert (traced.tensors[0] is IDS) == whole
+
+
+def test_the_longest_reduction_that_is_unrolled() -> None:
+    row = torch.ones(B, MAX_UNROLL + 1)
+    traced = trace(lambda s, b, h, q, kv: s + row[b, 1:].sum(), "score")
+    assert len({n for n in ir.topo(traced.root) if n.op == "load"}) == MAX_UNROLL
+    with pytest.raises(TraceError, match=f"at most {MAX_UNROLL} are unrolled"):
+        trace(lambda s, b, h, q, kv: s + row[b].sum(), "score")
 
 
 def test_same_function_gives_the_same_node() -> None:

@@ -33,6 +33,25 @@ def test_dynamo_has_its_parts() -> None:
     parts = vars(torch_private.dynamo_parts())
     assert all(part is not None for part in parts.values())
     assert isinstance(parts["operator_variables"], dict)
+    source = Path(FOLDER, "runtime", "compile", "dynamo.py").read_text()
+    used = {
+        n.attr
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.value, ast.Name)
+        and n.value.id == "_dynamo"
+    }
+    assert used == set(parts)
+
+
+def test_flex_attention_has_its_parts() -> None:
+    from torch.nn.attention import flex_attention
+
+    parts = vars(torch_private.flex_parts())
+    assert set(parts) == {"sliced", "whole", "compute_dq_write_order"}
+    for name in ("_sliced_mask_mod_error", "_compute_dq_write_order_from_block_mask"):
+        if hasattr(flex_attention, name):
+            assert getattr(flex_attention, name) in parts.values()
 
 
 def test_settings_are_read() -> None:
