@@ -271,6 +271,20 @@ def test_undecided_tiles_are_counted(
     assert found[0] == (49, 12, 7)
 
 
+def test_tiles_of_all_heads_are_counted(
+    monkeypatch: pytest.MonkeyPatch, by_nodes: Callable[[int], None]
+) -> None:
+    windows = torch.tensor([3, 40, 17])
+    mask = Mask(lambda b, h, q, kv: (q - kv).abs() <= windows[h])
+    by_nodes(4)
+    monkeypatch.setattr("attnkit.sparsity.classify._MAX_TILES", 1)  # one head at a time
+    traced, statistics = trace(mask, "mask"), Statistics()
+    runs = classify(traced.root, traced.tensors, q_len=90, kv_len=90, block=(10, 10), batch=1,
+                    heads=3, device=CPU, statistics=statistics)  # fmt: skip
+    check(runs, dense_states(traced, Example(mask, 90, 90, heads=3), (10, 10)))
+    assert statistics.tiles == 3 * 81
+
+
 # --- equal values
 
 
