@@ -35,6 +35,8 @@ NEAREST = {
     "templates/sm90/backward": ("test_sm90_backward.py",),
     "templates/sm90/backward_alibi": ("test_sm90_backward_alibi.py",),
     "templates/sm90/backward_first_writer": ("test_sm90_backward_first_writer.py",),
+    "templates/sm90/backward_shared.py": ("test_sm90_backward.py", "test_sm90_backward_packed.py"),
+    "templates/sm90/backward_one_hot": ("test_sm90_backward_one_hot.py",),
     "templates/sm90/backward_hd192": ("test_sm90_backward_hd192.py",),
     "templates/sm90/backward_hd256": ("test_sm90_backward_hd256.py",),
     "templates/sm90/backward_hd256_roles": (
@@ -44,6 +46,7 @@ NEAREST = {
     "templates/sm90/backward_hd512": ("test_sm90_backward_hd512.py",),
     "templates/sm90/backward_producer.py": (
         "test_sm90_backward.py",
+        "test_sm90_backward_packed.py",
         "test_sm90_backward_hd256.py",
     ),
     "templates/sm90/backward_lse_in_mma": ("test_sm90_backward_lse_in_mma.py",),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import create_block_mask, flex_attention, masks
+from attnkit import BlockMask, create_block_mask, flex_attention, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
@@ -101,6 +101,24 @@ def test_shared_heads_and_batches() -> None:
     check(draw(200, heads=(2, 1), batch=(2, 1)))
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_blocks_of_lists(full: bool) -> None:
+    """The mask applies to PARTIAL blocks of a list, and not to FULL ones."""
+    counts = torch.ones(1, 1, 3, dtype=torch.int32)
+    own = torch.arange(3, dtype=torch.int32).view(1, 1, 3, 1).expand(-1, -1, -1, 3).contiguous()
+    others = ((own + 1) % 3).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        counts,
+        own,
+        counts if full else None,
+        others if full else None,
+        (128, 128),
+        CAUSAL,
+        (330, 330),
+    )
+    check(draw(330, heads=(1, 1)), mask=mask)
+
+
 def test_dead_rows_have_no_gradient() -> None:
     keep = lambda b, h, q, kv: (q >= 70) & (kv <= q)
     mask = create_block_mask(keep, None, None, 200, 200, device="cpu")
@@ -166,6 +184,13 @@ def test_turns_pass_tiles_that_keep_nothing() -> None:
     mask = every_other(400, 400)
     first = ordered("emulate", "eager", 1, mask=mask)
     for a, b in zip(first, ordered("emulate", "adversarial", 3, mask=mask), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_turns_of_rows_that_end_at_a_lower_tile_than_rows_before() -> None:
+    ending = lambda b, h, q, kv: q + kv >= 400
+    first = ordered("emulate", "eager", 1, mask=ending)
+    for a, b in zip(first, ordered("emulate", "adversarial", 3, mask=ending), strict=True):
         assert torch.equal(a, b)
 
 
