@@ -68,7 +68,7 @@ class BackwardTemplate:
         weights: (widths, whether a captured tensor needs a gradient) -> whether the kernels can
             compute a backward without a softmax.
         ordered: widths -> whether the kernels can add to sums in a fixed order.
-        packs: case -> whether the kernels can give a work tile all query heads of its kv head.
+        packs: case -> whether one work tile can compute all query heads that share its kv head.
         splits: settings -> whether several work tiles may share a kv tile.
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
@@ -154,7 +154,7 @@ class BackwardSettings:
 
     @property
     def pack_gqa(self) -> bool:
-        """Return whether a work tile has all query heads of its kv head, one after another."""
+        """Return whether a work tile computes all query heads of its kv head, one by one."""
         return bool(self.values.get("pack_gqa"))
 
     @property

@@ -1,9 +1,9 @@
-"""Decide whether a backward packs query heads: a work tile has all of those that share its kv head.
+"""Decide whether one work tile of a backward computes all query heads of a kv head (GQA packing).
 
-Otherwise each query head has work tiles of its own, whose parts of dK and dV are added in float32:
-memory is cleared, added to and rounded. That takes longest where a kv tile visits few q tiles, as
-with a window. Packed, a work tile keeps dK and dV in registers from head to head, and loads its
-keys and values once.
+Without packing each query head has work tiles of its own. Their parts of dK and dV are added in
+float32, in memory that is cleared before and rounded afterwards. That costs most where a kv tile
+visits few q tiles, as with a window. A packed work tile loads its keys and values once, and keeps
+dK and dV in registers from head to head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST_WORK_TILES = 3  # for each CTA: packed heads have fewer work tiles, which 
 
 
 def pays(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
-    """Return whether the variant allows to pack heads, and a packed backward is likely faster.
+    """Return whether to pack heads: the variant allows it, and it is likely faster.
 
     The score_mod may read nothing but the score, and the mask every index but the head. The tiles
     must not depend on data, so that one kernel serves all calls of these shapes.

@@ -22,9 +22,9 @@ class BackwardConfig:
         block_q: rows of a q block, 64, or 128 with a head_dim of 64.
         accumulate: add dK and dV to float32 sums, because query heads share a kv head; otherwise
             store them in `dtype`.
-        pack_gqa: a work tile has the query heads of a kv head one after another, as one long query,
-            so that dK and dV need no float32 sums; for mods and masks that do not read the head,
-            in any order of sums, without dropout and entropies.
+        pack_gqa: a work tile computes all query heads of a kv head, one by one, as if they were one
+            long query, so that dK and dV need no float32 sums. For mods and masks that do not read
+            the head, without a fixed order of sums, dropout and entropies.
         sum_order: order in which kv blocks add to the sums, "ascending" or "descending", as in the
             schedule; "" for any order.
         first_writer: first-writer dQ: the first kv block in the list that adds to a q block stores

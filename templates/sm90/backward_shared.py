@@ -273,16 +273,13 @@ def record_of(c: BackwardConfig, stage: Int32) -> Int32:
 
 
 def q_blocks_of(c: BackwardConfig, problem: Any) -> Int32:
-    """Return the number of q blocks of the head of a work tile, of all its heads if packed."""
+    """Return how many q blocks a head has; with packed heads, all query heads of a kv head."""
     blocks = (problem.q_len + c.block_q - 1) // c.block_q
     return blocks * problem.group if c.pack_gqa else blocks
 
 
 def heads_before(c: BackwardConfig, problem: Any, b: Int32, h: Int32) -> Int32:
-    """Return the number of heads, of all batch elements, before that of a work tile.
-
-    With packed heads, `h` is a kv head, and the heads that count are those of the keys.
-    """
+    """Return the flat index b * heads + h of a work tile's head; of a kv head if they are packed."""
     return b * (problem.kv_heads if c.pack_gqa else problem.heads) + h
 
 

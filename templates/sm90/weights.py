@@ -15,6 +15,6 @@ def write_scores(acc_s: cute.Tensor, factor: Float32 | None) -> None:
 
 
 def write_sigmoids(acc_s: cute.Tensor, factor: Float32) -> None:
-    """Write the sigmoids 1 / (1 + 2**-x) of x = score * factor over the scores, f32."""
+    """Replace the scores, f32, by sigmoids 1 / (1 + 2**-x) with x = score * factor."""
     for i in range(cute.size(acc_s)):
         acc_s[i] = sigmoid(acc_s[i] * factor)
