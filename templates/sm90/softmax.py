@@ -245,7 +245,8 @@ class Softmax:
         `bits` is the mask of a sigmoid that the scores do not have yet.
         """
         if self.config.softmax == "sigmoid":
-            write_sigmoids(acc_s, Float32(1.0) if factor is None else factor)
+            factor = Float32(1.0) if factor is None else factor
+            write_sigmoids(acc_s, factor, not self.hooks.only_scales)
             self.scores.apply_mask(bits, acc_s, 0.0)
         else:
             write_scores(acc_s, factor)

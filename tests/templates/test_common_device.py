@@ -17,7 +17,12 @@ from cutlass.cute.runtime import make_fake_compact_tensor  # noqa: E402
 
 from attnkit import emulator  # noqa: E402
 from attnkit.templates.common import device  # noqa: E402
-from attnkit.templates.common.sigmoid import sigmoid  # noqa: E402
+from attnkit.templates.common.sigmoid import (  # noqa: E402
+    SMALL,
+    sigmoid,
+    sigmoid_pair,
+    small_sigmoid,
+)
 
 THREADS = 128
 
@@ -107,6 +112,32 @@ def test_sigmoid_of_infinities_and_nan(dtype: torch.dtype) -> None:
     assert found[:4].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert bool(found[4].isnan())
     assert found[5] == found[6]
+
+
+def test_small_sigmoid_keeps_its_relative_error() -> None:
+    x = torch.cat([torch.linspace(-125.5, SMALL, 4001), torch.tensor([-math.inf, math.nan])])
+    exact = 1 / (1 + torch.exp2(-x[:-2].double()))
+    found = run(small_sigmoid, x, torch.float32).double()
+    assert float(((found[:-2] - exact) / exact).abs().max()) < 1.7e-4
+    assert float(found[-2]) == 0.0
+    assert bool(found[-1].isnan())
+
+
+@pytest.mark.parametrize("other", [0.0, -60.0, 60.0, -math.inf, math.inf, -3e38])
+@pytest.mark.parametrize("first", [True, False])
+def test_sigmoids_that_share_a_reciprocal(other: float, first: bool) -> None:
+    """An extreme partner does not change a sigmoid, and takes part in no overflow itself."""
+
+    def one(x: Any) -> Any:
+        return sigmoid_pair(x, Float32(other))[0] if first else sigmoid_pair(Float32(other), x)[1]
+
+    x = torch.cat([torch.linspace(-62, 40, 2001), torch.tensor([-math.inf, math.inf, math.nan])])
+    exact = 1 / (1 + torch.exp2(-x[:-3].double()))
+    found = run(one, x, torch.float32).double()
+    assert float(((found[:-3] - exact) / exact).abs().max()) < 1e-6
+    assert 0 <= float(found[-3]) <= 2.0**-62
+    assert float(found[-2]) == pytest.approx(1.0, rel=1e-6)
+    assert bool(found[-1].isnan())
 
 
 def test_bits_of_the_columns_below() -> None:
