@@ -47,7 +47,7 @@ class FirstWriters:
 
     Attributes:
         stop: int32 [work tiles]. A work tile is the first writer of those q tiles that it visits
-            and whose index is below `stop`.
+            and whose index in their head is below `stop`.
         cycles: predicted wait for flags in cycles, on average over the workers.
         saved: cycles that first writers are predicted to save in comparison with a memset.
     """
@@ -81,7 +81,7 @@ class _Visits:
 
 
 def choose_first_writers(
-    runs: BlockRuns, schedule: Schedule, floats: int
+    runs: BlockRuns, schedule: Schedule, floats: int, head: BlockRuns | None = None
 ) -> tuple[Schedule, FirstWriters] | str:
     """Choose a backward schedule with first writers if it is predicted to be faster than a memset.
 
@@ -89,11 +89,13 @@ def choose_first_writers(
         runs: the mask's tiles.
         schedule: the backward schedule that would run after a memset of dQ.
         floats: number of floats of dQ.
+        head: tiles of one head if `runs` packs several; the first writers are the same in each.
 
     Returns:
         The schedule and its first writers, or the reason for a memset.
     """
-    obstacle = _obstacle(runs)
+    head = runs if head is None else head
+    obstacle = _obstacle(head)
     if obstacle:
         return obstacle
     workers, cost = schedule.workers, schedule.prices
@@ -102,7 +104,7 @@ def choose_first_writers(
     gain = simulate(schedule).makespan + 4 * floats // BYTES_A_CLOCK - timeline.makespan
     if gain <= 0:
         return _slower_by(-gain)
-    writers = first_writers(runs, other, (timeline.start, gain))
+    writers = first_writers(head, other, (timeline.start, gain))
     if isinstance(writers, str):
         return writers
     return other, replace(writers, saved=gain - writers.cycles)

@@ -107,11 +107,12 @@ def build_tables(
     emulated: bool,
 ) -> BackwardWork:
     """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
+    head = runs
     if settings.pack_gqa:
         runs = packed(runs, query.shape[1] // key.shape[1])
     batch, heads = query.shape[0], _heads(settings, query, key)
     (wide, deep), (rows, columns) = settings.widths, settings.block
-    schedule, first = scheduled(runs, settings, query, key, workers)
+    schedule, first = scheduled(runs, settings, query, key, workers, head)
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if settings.values["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (columns // 64)
@@ -159,7 +160,12 @@ def _heads(settings: BackwardSettings, query: Tensor, key: Tensor) -> int:
 
 
 def scheduled(
-    runs: BlockRuns, settings: BackwardSettings, query: Tensor, key: Tensor, workers: int
+    runs: BlockRuns,
+    settings: BackwardSettings,
+    query: Tensor,
+    key: Tensor,
+    workers: int,
+    head: BlockRuns | None = None,
 ) -> tuple[Schedule, FirstWriters | str]:
     """Schedule the kv tiles, and choose at which q tiles each work tile is first writer of dQ.
 
@@ -168,6 +174,7 @@ def scheduled(
         settings: compile-time settings of the kernels.
         query, key: tensors of the call; only their shapes are read.
         workers: number of CTAs that run at once.
+        head: tiles of one head if `runs` packs several.
 
     Returns:
         The schedule; and its first writers, or the reason as text why it has none.
@@ -188,7 +195,8 @@ def scheduled(
         return schedule, "this kernel always adds"
     if settings.deterministic:
         return schedule, first_writers(runs, schedule)
-    choice = choose_first_writers(runs, schedule, batch * heads * runs.q_blocks * rows * wide)
+    floats = batch * heads * runs.q_blocks * rows * wide
+    choice = choose_first_writers(runs, schedule, floats, head)
     return (schedule, choice) if isinstance(choice, str) else choice
 
 

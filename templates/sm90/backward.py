@@ -538,7 +538,8 @@ class Backward:
         if first and not rounded:
             warpgroup.wait_group(2)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-        return QBlock(word, w.row0, lse, delta)
+        first_row = w.smem.info[Word.PACKED_ROW + s] if const_expr(c.pack_gqa) else None
+        return QBlock(word, w.row0, lse, delta, first_row)
 
     def next_block(
         self, last: Any, w: Consumer, tile: KvBlock, sums: CapturedSums, place: Any,

@@ -28,6 +28,7 @@ from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     FIRST_WRITER_BLOCK,
     LoadBarriers,
+    Word,
     do_phase,
     do_stage,
     heads_before,
@@ -167,11 +168,13 @@ class Producer:
                 )
                 if const_expr(c.first_writer):
                     first_writer = Int32(4 * FIRST_WRITER_BLOCK)
-                    q_word += cutlass.select_(block < store_end, first_writer, Int32(0))
+                    q_word += cutlass.select_(row_block < store_end, first_writer, Int32(0))
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.q_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
                     info[r] = q_word
+                    if const_expr(c.pack_gqa):
+                        info[Word.PACKED_ROW + r] = row_block * bm
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         bars.q_full + r, bm * (2 * head_dim + 4 * lse_words)
                     )

@@ -72,6 +72,7 @@ class Partial(IntEnum):
 class Word:
     """Offsets of regions of int32 words in shared memory; the block words of Q stages are at 0."""
 
+    PACKED_ROW = 4  # packed heads: the query position of each Q stage's first row
     NOTE = 16  # a `ChunkNote` for each consumer
     # Deterministic: chunk, turn and following turn of a chunk that is complete in memory, for each
     # consumer; 16 bytes apart, because the assembler reads four words at once.
@@ -281,14 +282,6 @@ def q_blocks_of(c: BackwardConfig, problem: Any) -> Int32:
 def heads_before(c: BackwardConfig, problem: Any, b: Int32, h: Int32) -> Int32:
     """Return the flat index b * heads + h of a work tile's head; of a kv head if they are packed."""
     return b * (problem.kv_heads if c.pack_gqa else problem.heads) + h
-
-
-def first_row(c: BackwardConfig, word: Int32, q_len: Int32) -> Int32:
-    """Return the query position of the first row of the q block with this word."""
-    if not c.pack_gqa:
-        return (word >> 2) * c.block_q
-    blocks = (q_len + c.block_q - 1) // c.block_q  # of one head
-    return ((word >> 2) & (FIRST_WRITER_BLOCK - 1)) % blocks * c.block_q
 
 
 def q_stage(c: BackwardConfig, count: Int32) -> Int32:

@@ -33,7 +33,7 @@ from attnkit.templates.common.softmax import at_least
 from attnkit.templates.common.work_tile import APPLY_MASK, FULL_BLOCK
 from attnkit.templates.sm90.backward_alibi import Alibi, Term
 from attnkit.templates.sm90.backward_config import BackwardConfig
-from attnkit.templates.sm90.backward_shared import first_row, load_pair
+from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.config import LONG_MOD
 from attnkit.templates.sm90.dropout import BackwardDropout
 
@@ -80,12 +80,15 @@ class QBlock:
             shared memory; None if the MMA has subtracted it.
         delta: -delta of these rows in the same form; None if the accumulator of dP was initialised
             to it.
+        first_row: query position of the block's first row if heads are packed; otherwise None,
+            because the block's number says it.
     """
 
     word: Int32
     row0: Int32
     lse: cute.Tensor | None
     delta: cute.Tensor | None = None
+    first_row: Int32 | None = None
 
 
 class SoftmaxBackward:
@@ -173,13 +176,15 @@ class SoftmaxBackward:
         else:
             self._compute_p(block, False, tile, scores, slopes, p, factors)
 
-    def first_row(self, block: QBlock, tile: KvBlock) -> Any:
+    def first_row(self, block: QBlock) -> Any:
         """Return the query position of the thread's first row of a q block."""
-        return first_row(self.config, block.word, tile.site.q_len) + block.row0
+        if block.first_row is not None:
+            return block.first_row + block.row0
+        return (block.word >> 2) * self.config.block_q + block.row0
 
     def _mask_p(self, block: QBlock, tile: KvBlock, slopes: cute.Tensor, p: cute.Tensor) -> None:
         """Apply the mask and the ends of the tensors to the P that `_compute_p` wrote without them."""
-        first = self.first_row(block, tile)
+        first = self.first_row(block)
         pairs, bits = cute.recast_tensor(p, Int32), self.mask_bits(block, tile, first)
         for i in range(0, cute.size(slopes), 2):  # two rows of a column
             keep = [device.bit(bits[column_of(i)], row_of(i + k)) for k in range(2)]
@@ -205,7 +210,7 @@ class SoftmaxBackward:
     ) -> None:
         """Implement `compute_p`; `masked` is None for a block that may need the mask afterwards."""
         hooks = self.hooks
-        first = self.first_row(block, tile)
+        first = self.first_row(block)
         out = cute.recast_tensor(p, Int32)  # pairs of the dtype
         bits = self.mask_bits(block, tile, first) if masked else []
         shared: dict[Any, Any] = {}
@@ -337,7 +342,7 @@ class SoftmaxBackward:
         """
         if not self.config.with_entropy:
             return None
-        site, first = tile.site, self.first_row(block, tile)
+        site, first = tile.site, self.first_row(block)
         rows = [
             [cutlass.min(first + 8 * g + k, site.q_len - 1) for k in (0, 1)] for g in range(groups)
         ]
@@ -355,7 +360,7 @@ class SoftmaxBackward:
         """
         if tile.dropout is None:
             return None
-        first = self.first_row(block, tile)
+        first = self.first_row(block)
         delta = None if self.config.rounded else block.delta
         return BackwardDropout(tile.dropout, first, tile.first_column, delta, groups, words)
 

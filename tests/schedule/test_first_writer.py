@@ -16,6 +16,7 @@ from attnkit.schedule.first_writer import ARRIVAL, FirstWriters, choose_first_wr
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
 from attnkit.schedule.simulator import simulate
 from attnkit.schedule.split_kv import Cost
+from attnkit.schedule.work_list import packed
 from attnkit.sparsity.block_runs import BlockRuns
 from tests.schedule.schedule_cases import Case, cases, walked
 
@@ -95,6 +96,27 @@ BANDS = {
     "documents": masks.document(IDS) & masks.causal(),
     "causal": masks.causal(),
 }
+
+
+@pytest.mark.parametrize("name", ["window", "both sides", "documents"])
+def test_packed_heads_have_the_first_writers_of_one_head(name: str) -> None:
+    """Each q tile of each head is stored by the first work tile in the list that visits it."""
+    group, length = 4, 4096
+    one = made(BANDS[name], length)
+    runs = packed(one, group)
+    found = choose_first_writers(runs, scheduled(runs, 8), 32 * length * 128, one)
+    assert not isinstance(found, str), found
+    schedule, writers = found
+    visited = runs.states().ne(0)[0, 0]  # [packed q tiles, kv tiles]
+    first: dict[tuple[int, int], int] = {}
+    for work_tile, (h, kv) in enumerate(
+        zip(schedule.h.tolist(), schedule.tile.tolist(), strict=True)
+    ):
+        for q in visited[:, kv].nonzero()[:, 0].tolist():
+            owner = first.setdefault((h, q), work_tile)
+            stores = q % one.q_blocks < int(writers.stop[work_tile])
+            assert stores == (owner == work_tile)
+    assert len(first) == 8 * group * one.q_blocks
 
 
 @pytest.mark.parametrize("name", BANDS)

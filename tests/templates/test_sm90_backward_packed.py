@@ -87,6 +87,10 @@ def test_heads_are_packed_where_work_tiles_are_short(name: str) -> None:
     assert packed(PACKED[name]())
 
 
+def test_a_window_with_packed_heads_needs_no_memset_of_dq() -> None:
+    assert all("('first_writer', True)" in s.key for s in sources(length=8192))
+
+
 @pytest.mark.parametrize("name", NOT_PACKED)
 def test_other_calls_do_not_pack_heads(name: str) -> None:
     assert not packed(NOT_PACKED[name]())
