@@ -104,14 +104,15 @@ def choose_first_writers(
     gain = simulate(schedule).makespan + 4 * floats // BYTES_A_CLOCK - timeline.makespan
     if gain <= 0:
         return _slower_by(-gain)
-    writers = first_writers(head, other, (timeline.start, gain))
+    heads = runs.q_blocks // head.q_blocks
+    writers = first_writers(head, other, (timeline.start, gain), heads)
     if isinstance(writers, str):
         return writers
     return other, replace(writers, saved=gain - writers.cycles)
 
 
 def first_writers(
-    runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None
+    runs: BlockRuns, schedule: Schedule, flags: tuple[Tensor, int] | None = None, heads: int = 1
 ) -> FirstWriters | str:
     """Find the first writers of a schedule, or return the reason why it can have none.
 
@@ -121,6 +122,7 @@ def first_writers(
         flags: the start of each work tile, int64 [work tiles], and the wait for flags, on average
             over the workers, from which a memset is faster, both in cycles; None if semaphores
             replace the flags.
+        heads: packed query heads of a work tile; `runs` are the tiles of one.
     """
     if schedule.split.numel():
         return "kv tiles are split"
@@ -141,7 +143,7 @@ def first_writers(
         stop[visits.work_tiles[visits.number[last]]] = visits.q[last] + 1
         if flags is not None:
             begin = _array(flags[0])[visits.work_tiles]
-            cycles += _waits(visits, is_first, firsts, begin, schedule.prices.full)
+            cycles += _waits(visits, is_first, firsts, begin, schedule.prices.full, heads)
             if cycles // schedule.workers >= flags[1]:  # other heads wait too
                 return _slower_by(cycles // schedule.workers - flags[1])
     return FirstWriters(torch.from_numpy(stop).to(runs.device), cycles // schedule.workers)
@@ -161,7 +163,12 @@ def _obstacle(runs: BlockRuns) -> str:
 
 
 def _waits(
-    visits: _Visits, is_first: NDArray[np.bool_], firsts: _Numbers, begin: _Numbers, block: int
+    visits: _Visits,
+    is_first: NDArray[np.bool_],
+    firsts: _Numbers,
+    begin: _Numbers,
+    block: int,
+    heads: int,
 ) -> int:
     """Predict the sum of all waits of work tiles for flags, in cycles.
 
@@ -171,6 +178,7 @@ def _waits(
         firsts: [work tiles], number of q tiles at which each work tile is first.
         begin: [work tiles], the cycle in which each work tile begins.
         block: cycles of one visit.
+        heads: packed query heads of a work tile.
     """
     # `done`: when each work tile has added to each of its q tiles if it never waits for a flag. A
     # store must arrive before the next one is sent.
@@ -186,7 +194,8 @@ def _waits(
     some = visits.counts > 0
     longest = np.maximum.reduceat(late, (visits.counts.cumsum() - visits.counts)[some])
     waits[some] = np.maximum(waits[some], longest)
-    return int(waits.sum())
+    # in each head anew, because the work tiles drift apart meanwhile
+    return heads * int(waits.sum())
 
 
 def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:

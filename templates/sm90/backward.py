@@ -538,8 +538,9 @@ class Backward:
         if first and not rounded:
             warpgroup.wait_group(2)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-        first_row = w.smem.info[Word.PACKED_ROW + s] if const_expr(c.pack_gqa) else None
-        return QBlock(word, w.row0, lse, delta, first_row)
+        # read where it is used, which takes no register until then
+        packed_row = w.smem.info.iterator + Word.PACKED_ROW + s if const_expr(c.pack_gqa) else None
+        return QBlock(word, w.row0, lse, delta, packed_row)
 
     def next_block(
         self, last: Any, w: Consumer, tile: KvBlock, sums: CapturedSums, place: Any,

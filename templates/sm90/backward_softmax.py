@@ -80,15 +80,15 @@ class QBlock:
             shared memory; None if the MMA has subtracted it.
         delta: -delta of these rows in the same form; None if the accumulator of dP was initialised
             to it.
-        first_row: query position of the block's first row if heads are packed; otherwise None,
-            because the block's number says it.
+        packed_row: in shared memory, the query position of the block's first row if heads are
+            packed; otherwise None, because the block's number says it.
     """
 
     word: Int32
     row0: Int32
     lse: cute.Tensor | None
     delta: cute.Tensor | None = None
-    first_row: Int32 | None = None
+    packed_row: cute.Pointer | None = None
 
 
 class SoftmaxBackward:
@@ -178,8 +178,8 @@ class SoftmaxBackward:
 
     def first_row(self, block: QBlock) -> Any:
         """Return the query position of the thread's first row of a q block."""
-        if block.first_row is not None:
-            return block.first_row + block.row0
+        if block.packed_row is not None:
+            return block.packed_row.load() + block.row0
         return (block.word >> 2) * self.config.block_q + block.row0
 
     def _mask_p(self, block: QBlock, tile: KvBlock, slopes: cute.Tensor, p: cute.Tensor) -> None:
