@@ -82,6 +82,9 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
     for dims in (64, 128, 256):  # each place in shared memory is filled several times
         sizes = SIZES | {"head_dim": dims, "value_dim": dims}
         yield f"long causal D={dims}", variants["causal"], Case(600, 600, **sizes)
+    # enough work tiles for packed heads in the backward
+    many = SIZES | {"heads": 4, "kv_heads": 2, "batch": 4, "kv_batch": 4}
+    yield "packed window D=64", variants["window"], Case(6500, 6500, **many)
     own = SIZES | {"kv_heads": 2}
     for name in ("causal", "alibi", "learned bias", "scattered"):  # dK and dV are not shared
         yield f"{name} own heads D=64", variants[name], Case(length, length, **own)
