@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import cutlass
 from cutlass import Float32
 
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
@@ -25,6 +26,10 @@ Ends: TypeAlias = tuple[tuple[Node, Node], ...]
 Rows: TypeAlias = Sequence[tuple[Any, Values]]
 Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
 
+# Replaces factors nearer to zero where a slope is divided by the factor: scores times either factor
+# round to zero, and quotients of common slopes stay far from the end of float32.
+MIN_FACTOR = 2.0**-90
+
 
 class GraphForward:
     """Forward hooks: emit the score_mod and the mask of a variant.
@@ -40,6 +45,9 @@ class GraphForward:
         sink: whether the last captured tensor is an attention sink [Hq].
         dropout: whether the last captured tensor, or the last but the sink, is the state of dropout.
         positive: whether the softmax scale is above 0.
+        slope_in_mma: whether the kernel adds the part of the slope's term that differs from column
+            to column, see the hook `column_slope`. The form must be `only_slope`, and the softmax
+            scale above 0.
         indices: which loads wrap negative indices, and which are clamped.
     """
 
@@ -54,6 +62,7 @@ class GraphForward:
         sink: bool = False,
         dropout: bool = False,
         positive: bool = True,
+        slope_in_mma: bool = False,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
@@ -62,7 +71,8 @@ class GraphForward:
         self.has_sink = sink
         self.has_dropout = dropout
         self.intervals = None if ends is None else len(ends)
-        self.only_scales = form.plain and positive
+        self._slope_in_mma = slope_in_mma
+        self.only_scales = slope_in_mma or (form.plain and positive)
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
@@ -126,6 +136,10 @@ class GraphForward:
             slope = emit([self.form.slope], env, scores, **options)[0]
         if self.only_scales and self.form.factor is not None:
             factor = emit([self.form.factor], env, scores, **options)[0]
+        if self._slope_in_mma:
+            # x is in units of the raw score here, so that the slope is divided by the factor
+            factor = cutlass.max(factor, Float32(MIN_FACTOR))
+            slope = slope / factor
         return score_values, self._mask_stages.head(site, masks), slope, factor
 
     def row(self, site: Any, head: Values, q: Any) -> Values:
@@ -140,8 +154,12 @@ class GraphForward:
 
     def fixed_columns(self, site: Any, head: Values, offsets: Sequence[Any]) -> Values:
         """Emit the term added to x in each column, given `offsets` from the start of any block."""
-        slope = head[2]
+        slope = None if self._slope_in_mma else head[2]
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
+
+    def column_slope(self, head: Values) -> Any:
+        """Return the number to add to x per column from the start of a block, by an MMA."""
+        return head[2]
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
         """Emit the term added to all x of the block whose first column is `kv`, or return None."""

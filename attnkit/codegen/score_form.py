@@ -83,6 +83,11 @@ class ScoreForm(NamedTuple):
         return self.bias is None and self.slope is None and self.positive
 
     @property
+    def only_slope(self) -> bool:
+        """Return whether x is the score times the scale times a positive number, plus the slope."""
+        return self.bias is None and self.slope is not None and self.positive
+
+    @property
     def additive(self) -> bool:
         """Return whether the score_mod only adds a term that does not depend on the score."""
         return not self.weight and self.factor is build("mul", SCALE, const(LOG2E))

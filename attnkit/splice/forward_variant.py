@@ -57,8 +57,13 @@ class ForwardVariant(NamedTuple):
         parts += [n for pair in self.ends or () for n in pair] or [self.mask]
         return [n for n in parts if n is not None]
 
-    def hooks(self, positive: bool) -> ForwardHooks:
-        """Build the hooks that the kernel calls; `positive` is whether the softmax scale is > 0."""
+    def hooks(self, positive: bool, slope_in_mma: bool = False) -> ForwardHooks:
+        """Build the hooks that the kernel calls.
+
+        Args:
+            positive: whether the softmax scale is above 0.
+            slope_in_mma: whether the kernel adds slope * column by an MMA.
+        """
         from attnkit.codegen.forward_hooks import GraphForward
 
         return GraphForward(
@@ -70,6 +75,7 @@ class ForwardVariant(NamedTuple):
             sink=self.sink,
             dropout=self.dropout,
             positive=positive,
+            slope_in_mma=slope_in_mma,
             indices=self.indices,
         )
 

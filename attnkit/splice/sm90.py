@@ -102,6 +102,8 @@ def config_of(
         # a second P buffer would serialise the products: no branch separates them from its writes
         kind = "sigmoid" if form.weight == "sigmoid" else "none"
         config |= {"softmax": kind, "double_buffer_p": False}
+    elif not wide and _slope_in_mma(form, config):
+        config["slope_in_mma"] = True
     elif (
         form.ceiling is not None
         and form.ceiling <= CEILING
@@ -121,6 +123,18 @@ def config_of(
         # the terms per column, or exponents, occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
+
+
+def _slope_in_mma(form: ScoreForm, config: dict[str, Any]) -> bool:
+    """Return whether the kernel with this config adds the slope's term by its MMAs.
+
+    The extra operands do not fit in shared memory, or in registers, at head dims above 128.
+    """
+    from attnkit.templates.sm90.config import SMEM_BYTES, ForwardConfig
+
+    settings = ForwardConfig(**config | {"slope_in_mma": True})
+    fits = settings.chained and settings.smem_bytes <= SMEM_BYTES
+    return form.only_slope and fits
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
@@ -191,7 +205,10 @@ def build(
     from attnkit.splice.fake_arguments import forward_arguments
     from attnkit.templates.sm90.forward_hd512_config import Hd512Config
 
-    settings, hooks = settings_of(config), variant.hooks(positive)
+    if not positive:  # the MMA's operand is divided by the scale
+        config = {name: x for name, x in config.items() if name != "slope_in_mma"}
+    settings = settings_of(config)
+    hooks = variant.hooks(positive, config.get("slope_in_mma", False))
     parts = settings.value_parts if isinstance(settings, Hd512Config) else 1
     tile, needed = (settings.block_q, parts * settings.head_dim_v), settings.need_entropy
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)

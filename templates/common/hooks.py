@@ -5,7 +5,7 @@ DSL scalars (Float32, Int32, Boolean) and tuples of them. The kernel asks once f
 head, a row, a column or a block, and passes them to later hooks. All positions are Int32 and inside
 the tensors: the kernel clamps the positions of rows and columns beyond the ends.
 
-Scores are in log2 units: a kernel computes probabilities as 2**(x * factor + block - maximum),
+Scores are in log2 units: a kernel computes probabilities as 2**((x + block) * factor - maximum),
 where x is the modified score that `score` returns.
 """
 
@@ -116,6 +116,13 @@ class ForwardHooks(Protocol):
         """
         ...
 
+    def column_slope(self, head: Values) -> Value:
+        """Return the number to add to x per column, counted from the first column of its block.
+
+        Called only if the config says that an MMA adds this term, which `fixed_columns` then lacks.
+        """
+        ...
+
     def block(self, site: Any, head: Values, kv: Value) -> Value:
         """Return the term to add to all scores of the block that starts at column `kv`, or None."""
         ...
@@ -154,7 +161,7 @@ class ForwardHooks(Protocol):
         relatives: Any,
         pairs: Any = None,
     ) -> list[Value]:
-        """Compute x from raw scores, such that p = 2**(x * factor + block - maximum).
+        """Compute x from raw scores, such that p = 2**((x + block) * factor - maximum).
 
         Args:
             rows: (q, values of `row`) of this thread's rows.

@@ -47,6 +47,8 @@ class ForwardConfig:
             that a work tile has at most one such block.
         pair_table: each warpgroup copies a head's part of a captured tensor, at most `TABLE_ROWS`
             by `TABLE_COLUMNS`, to shared memory, see the hook `pair_table`.
+        slope_in_mma: the MMAs of Q K also add a slope times the column, see `slope_in_mma`. Needs
+            `chained`.
     """
 
     dtype: str = "bfloat16"
@@ -65,6 +67,7 @@ class ForwardConfig:
     checks_data: bool = False
     edge_only: bool = False
     pair_table: bool = False
+    slope_in_mma: bool = False
 
     @property
     def weights(self) -> bool:
@@ -133,8 +136,13 @@ class ForwardConfig:
         return self.warpgroups * TABLE_ROWS * TABLE_STRIDE if self.pair_table else 0
 
     @property
+    def column_words(self) -> int:
+        """32-bit words of the columns' numbers in shared memory, see `slope_in_mma`."""
+        return 4 * self.block_kv if self.slope_in_mma else 0
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory bytes per CTA: Q, the K and V rings, O, tables, barriers and records."""
         ring = self.stages * (self.k_bytes + self.v_bytes)
-        tables = 4 * self.table_floats
+        tables = 4 * (self.table_floats + self.column_words)
         return self.q_stages * self.q_bytes + ring + self.o_bytes + tables + SMEM_ALIGNMENT

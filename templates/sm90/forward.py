@@ -65,6 +65,7 @@ from attnkit.templates.sm90.forward_producer import (
 )
 from attnkit.templates.sm90.pair_table import in_shared_memory
 from attnkit.templates.sm90.scores import Scores, TileValues
+from attnkit.templates.sm90.slope_in_mma import slope_mma, write_columns
 from attnkit.templates.sm90.softmax import RowState, Softmax
 
 PRODUCER_WARP, SCHEDULER_WARP, CLEARING_WARP = 0, 1, 2
@@ -176,6 +177,10 @@ class Forward:
         mma_pv = hopper_helpers.make_trivial_tiled_mma(
             dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), shape_pv[:2], a_source=p_source
         )
+        # the first is a copy, which overwrites its accumulator
+        mmas: tuple = (mma_qk, mma_qk, mma_pv)
+        if const_expr(c.slope_in_mma):
+            mmas = (*mmas, slope_mma(block_kv))
         q_tiles_in_smem = c.warpgroups * c.q_stages
         layouts = (
             hopper_helpers.make_smem_layout_a(ROW, shape_qk, dtype, q_tiles_in_smem),
@@ -214,7 +219,7 @@ class Forward:
         self.storage = Storage
         lengths = (query.shape[0], key.shape[0], key.shape[3])
         self.kernel(
-            (mma_qk, mma_qk, mma_pv),  # the first is a copy, which overwrites its accumulator
+            mmas,
             (tma_q, tma_k, tma_v, tma_o),
             (q_tiles, k_tiles, v_tiles, o_tiles),
             layouts,
@@ -269,6 +274,10 @@ class Forward:
         tables = None  # f32 [warpgroups, rows, row stride], see `pair_table`
         if const_expr(c.pair_table):
             tables = allocator.allocate_array(Float32, c.table_floats, byte_alignment=16)
+        columns = None  # i32 [words], see `slope_in_mma`
+        if const_expr(c.slope_in_mma):
+            columns = allocator.allocate_array(Int32, c.column_words, byte_alignment=128)
+            write_columns(columns, c.block_kv)
         bars = ForwardBarriers.at(storage.barriers.data_ptr(), c)
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
@@ -298,7 +307,7 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = atoms[3], tiles[3]
-            self.consume(mmas, smem, tables, output, bars, results, captured, scalars)
+            self.consume(mmas, smem, tables, columns, output, bars, results, captured, scalars)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
         """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
@@ -318,6 +327,7 @@ class Forward:
         mmas: tuple,
         smem: SharedMemory,
         tables: Any,
+        columns: Any,
         tma_o: tuple,
         bars: ForwardBarriers,
         results: Results,
@@ -332,7 +342,7 @@ class Forward:
         wg, ct = warp // WARPGROUP_WARPS - 1, thread_idx % WARPGROUP_THREADS
         thread = ConsumerThread(wg, warp, lane, (warp % WARPGROUP_WARPS) * 16 + lane // 4)
         first_column = (lane % 4) * 2
-        mma = ForwardMma.create(c, mmas, smem, ct)
+        mma = ForwardMma.create(c, mmas, smem, ct, columns)
         state = RowState.create(c.need_entropy)
         mma.set_accumulate()
         consumer = Consumer(thread, mma, state, smem, bars)
@@ -350,6 +360,8 @@ class Forward:
             if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[FIRST_BLOCK_NUMBER]
+                if const_expr(c.slope_in_mma):
+                    self.write_slope(tile_idx, consumer, captured, scalars)
                 warpgroup.fence()
                 mma.issue_qk(wg, 0)
                 warpgroup.wait_group(0)
@@ -398,7 +410,9 @@ class Forward:
             tile_idx += 1
             v_stage = bars.v.stage(kv_pos - 1)
             if const_expr(c.chained):
-                valid, kv_block, stage = self.issue_next_tile(tile_idx, kv_pos, consumer)
+                valid, kv_block, stage = self.issue_next_tile(
+                    tile_idx, kv_pos, consumer, captured, scalars
+                )
             cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
             if const_expr(not c.chained):
                 warpgroup.fence()
@@ -450,7 +464,12 @@ class Forward:
         return kv_block
 
     def issue_next_tile(
-        self, tile_idx: Int32, kv_pos: Int32, consumer: Consumer
+        self,
+        tile_idx: Int32,
+        kv_pos: Int32,
+        consumer: Consumer,
+        captured: list,
+        scalars: Scalars,
     ) -> tuple[Int32, Int32, Int32]:
         """Issue Q K of the next work tile's first block, before the last P V of the current one.
 
@@ -467,10 +486,22 @@ class Forward:
         again = cutlass.select_(valid == 0, Int32(1), Int32(0))
         stage = bars.k.wait_full(kv_pos - again)
         kv_block = info[stage]
+        if const_expr(c.slope_in_mma):  # the next work tile may belong to another head
+            self.write_slope(tile_idx - again, consumer, captured, scalars)
         pingpong_wait(wg)
         warpgroup.fence()
         mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
         return valid, kv_block, stage
+
+    def write_slope(
+        self, tile_idx: Int32, consumer: Consumer, captured: list, scalars: Scalars
+    ) -> None:
+        """Write the operand that adds the slope of a work tile's head, while no MMA is in flight."""
+        work = Work.read(consumer.smem.info, record_of(tile_idx))
+        site, _ = self._place(work, consumer.thread, captured, scalars)
+        operands = consumer.mma.slope
+        assert operands is not None
+        operands.write(self.hooks.column_slope(self.hooks.head(site)))
 
     def mainloop_step(
         self,

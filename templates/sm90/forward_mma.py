@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from attnkit.templates.common import device
 from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from attnkit.templates.sm90.forward_barriers import Pipeline
+from attnkit.templates.sm90.slope_in_mma import SlopeOperands
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ForwardMma:
         p_now: the registers of `p` in the layout of `acc_s`.
         p_next: P of the next block in the layout of `acc_s`: separate registers if the config has
             two P buffers, otherwise `p_now`.
+        slope: the extra k-step of Q K that adds a slope times the column; None without it.
     """
 
     config: ForwardConfig
@@ -46,18 +48,23 @@ class ForwardMma:
     p: cute.Tensor
     p_now: cute.Tensor
     p_next: cute.Tensor
+    slope: SlopeOperands | None
 
     @staticmethod
-    def create(config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32) -> ForwardMma:
+    def create(
+        config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32, columns: Any = None
+    ) -> ForwardMma:
         """Create the fragments of a thread of a consumer warpgroup.
 
         Args:
             config: compile-time configuration.
-            mmas: (Q K^T, Q K^T, P V); the first is a copy for the MMAs that overwrite S.
+            mmas: (Q K^T, Q K^T, P V); the first is a copy for the MMAs that overwrite S. With
+                `slope_in_mma`, the MMA of the extra k-step follows.
             smem: the tiles of Q, K and V in shared memory.
             thread: index of the thread in its warpgroup.
+            columns: int32 pointer to K's extra columns, see `slope_in_mma`; None without them.
         """
-        qk_first, qk, pv = mmas
+        qk_first, qk, pv = mmas[:3]
         dtype, rows = device.DTYPES[config.dtype], WARPGROUP_ROWS
         thr_qk, thr_pv = qk.get_slice(thread), pv.get_slice(thread)
         # descriptors belong to the whole warpgroup and must not depend on the thread
@@ -75,9 +82,12 @@ class ForwardMma:
         p_next = p_now
         if config.double_buffer_p:
             p_next = cute.make_rmem_tensor(acc_s.layout, dtype)  # as `p_now`, other registers
+        slope = None
+        if config.slope_in_mma:
+            slope = SlopeOperands.create(mmas[3], columns, config.block_kv)
         return ForwardMma(
             config, qk_first, qk, pv, thr_pv,
-            frag_q, frag_k, frag_v, acc_s, acc_o, p, p_now, p_next,
+            frag_q, frag_k, frag_v, acc_s, acc_o, p, p_now, p_next, slope,
         )  # fmt: skip
 
     def set_accumulate(self) -> None:
@@ -89,6 +99,8 @@ class ForwardMma:
         self.qk_first.set(warpgroup.Field.ACCUMULATE, False)
         self.qk.set(warpgroup.Field.ACCUMULATE, True)
         self.pv.set(warpgroup.Field.ACCUMULATE, True)
+        if self.slope is not None:
+            self.slope.mma.set(warpgroup.Field.ACCUMULATE, True)
 
     def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
         """Issue S = Q K^T asynchronously and commit it as one wgmma group.
@@ -105,6 +117,9 @@ class ForwardMma:
                 self.frag_k[None, None, k, k_stage],
                 self.acc_s,
             )
+        if self.slope is not None:
+            # last, because the sum is rounded at the magnitude of the largest term so far
+            self.slope.issue(self.acc_s)
         warpgroup.commit_group()
 
     def issue_pv(self, v_stage: Int32) -> None:

@@ -51,6 +51,7 @@ NEAREST = {
     ),
     "templates/sm90/backward_lse_in_mma": ("test_sm90_backward_lse_in_mma.py",),
     "templates/sm90/forward_hd512": ("test_sm90_forward_hd512.py",),
+    "templates/sm90/slope_in_mma.py": ("test_sm90_slope_in_mma.py",),
     "templates/sm90": ("test_sm90_forward.py",),
     "templates/sm100/backward": ("test_sm100_backward.py",),
     "templates/sm100/backward_2cta": ("test_sm100_backward_2cta.py",),
