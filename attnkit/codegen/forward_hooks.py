@@ -158,11 +158,11 @@ class GraphForward:
         return tuple(None if slope is None else slope * Float32(o) for o in offsets)
 
     def column_slope(self, head: Values) -> Any:
-        """Return the number to add to x per column from the start of a block, by an MMA."""
+        """Return the number to add to x per column, counted from some column of a block, by an MMA."""
         return head[2]
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
-        """Emit the term added to all x of the block whose first column is `kv`, or return None."""
+        """Emit the term added to all x of a block whose columns are counted from `kv`; None for 0."""
         slope = head[2]
         return None if slope is None else slope * Float32(kv - site.origin)
 

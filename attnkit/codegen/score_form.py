@@ -276,6 +276,11 @@ def _times_scale(n: Node, tables: frozenset[int]) -> Node | None:
     return None
 
 
+def adds_only_slope(root: Node | None) -> bool:
+    """Return whether a score_mod adds a slope times kv and terms of the row, and nothing else."""
+    return root is not None and score_form(root).only_slope
+
+
 def kv_slope(n: Node) -> Node | None:
     """Return the factor of kv in an expression that is linear in kv.
 

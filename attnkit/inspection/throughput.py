@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnkit.codegen.score_form import adds_only_slope
 from attnkit.errors import AttnkitError, UnsupportedError
 from attnkit.jit import emulation
 from attnkit.runtime.variant import Variant
@@ -166,8 +167,15 @@ def backward_block_clocks(
 def _plan(variant: Variant, target: Target, head_dim: int, dtype: torch.dtype) -> Plan:
     """Return the plan of a variant for the emulated kernel of `target`."""
     name = str(dtype).removeprefix("torch.")
-    modded = variant.score_mod is not None
-    call = Call(name, head_dim, head_dim, modded=modded, masked=variant.mask is not None)
+    score = _program(variant, False).score
+    call = Call(
+        name,
+        head_dim,
+        head_dim,
+        modded=score is not None,
+        only_slope=adds_only_slope(score),
+        masked=variant.mask is not None,
+    )
     return choose(f"emulate:{target.arch}", device="cpu", call=call)
 
 

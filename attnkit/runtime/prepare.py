@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnkit.codegen.score_form import adds_only_slope
 from attnkit.graph.eval_torch import computes_float64
 from attnkit.graph.ir import Node
 from attnkit.runtime.bind import Bound, TracedVariant, classify, prove, trace
@@ -145,7 +146,10 @@ def _log_torch_operators(call: AttentionCall, plan: Plan) -> None:
 
 def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVariant) -> plans.Call:
     """Build the `plans.Call`, which holds the properties of a call that a plan depends on."""
-    query = call.query
+    query, aux = call.query, settings.aux
+    # statistics need registers, and the products add no slope that is divided by a scale of 0
+    light = not (aux.needs_row_maxima or aux.entropy) and settings.scale > 0
+    score = None if variant.score is None else variant.score.root
     return plans.Call(
         dtype=str(query.dtype).removeprefix("torch."),
         head_dim=query.shape[-1],
@@ -153,7 +157,8 @@ def _plan_facts(call: AttentionCall, settings: CallSettings, variant: TracedVari
         capability=devices.compute_capability(query.device),
         listed_block=variant.block_lists,
         fixed=settings.block is not BLOCK,
-        modded=variant.score is not None or call.normalization == "sigmoid",
+        modded=score is not None or call.normalization == "sigmoid",
+        only_slope=light and call.normalization == "softmax" and adds_only_slope(score),
         dropout=call.dropout is not None,
         masked=variant.block_mask is not None,
         q_len=query.shape[-2],

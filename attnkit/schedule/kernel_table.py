@@ -109,6 +109,7 @@ def kernels(
     modded: bool = False,
     template: str = SM90.template,
     *,
+    only_slope: bool = False,
     dropout: bool = False,
     q_len: int | None = None,
 ) -> tuple[Kernel, ...]:
@@ -117,11 +118,17 @@ def kernels(
     Args:
         head_dim, value_dim: head dim of query and key, and of value.
         modded: whether there is a score_mod.
+        only_slope: whether it adds a slope times kv and no statistics or dropout need registers. At
+            head dims up to 64 a Hopper kernel then takes the tiles of raw scores: its products add
+            the slope, see `templates.sm90.slope_in_mma`.
         template: name of the template, such as "sm90".
         dropout: whether elements of the softmax are dropped, which needs registers too.
         q_len: length of the query, None for a long one.
     """
-    table = _TABLES[template][modded or (dropout and max(head_dim, value_dim) > 192)]
+    widest = max(head_dim, value_dim)
+    if only_slope and not dropout and template == SM90.template and widest <= 64:
+        modded = False
+    table = _TABLES[template][modded or (dropout and widest > 192)]
     rows = (candidates for d, dv, candidates in table if head_dim <= d and value_dim <= dv)
     return tuple(sorted(next(rows, ()), key=lambda k: _is_too_tall(k, q_len)))
 

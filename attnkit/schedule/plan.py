@@ -47,6 +47,7 @@ class Call:
         listed_block: tile sizes of block lists that override the mask, None without lists.
         fixed: whether the caller chose the tile sizes.
         modded: whether there is a score_mod.
+        only_slope: see `kernels`.
         masked: whether there is a mask.
         q_len: length of the query, None for a long one.
         dropout: whether elements of the softmax are dropped.
@@ -59,6 +60,7 @@ class Call:
     listed_block: tuple[int, int] | None = None
     fixed: bool = False
     modded: bool = False
+    only_slope: bool = False
     masked: bool = True
     q_len: int | None = None
     dropout: bool = False
@@ -101,6 +103,7 @@ def _kernels(call: Call, target: Target) -> tuple[Kernel, ...]:
         call.value_dim,
         call.modded,
         target.template,
+        only_slope=call.only_slope,
         dropout=call.dropout,
         q_len=call.q_len,
     )

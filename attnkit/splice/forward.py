@@ -76,8 +76,13 @@ def layout_of(
     """
     target, form = gpu_target(template), score_form(program.score)
     settings = forward_template(target)
-    modded, dropout = program.score is not None, program.dropout
-    candidates = kernels(*head_dims, modded, target.template, dropout=dropout)
+    candidates = kernels(
+        *head_dims,
+        program.score is not None,
+        target.template,
+        only_slope=program.has_softmax and form.only_slope and block[0] > 128,
+        dropout=program.dropout,
+    )
     chosen = settings.fit(next(k for k in candidates if k.block == block), form, False)
     name = str(dtype).removeprefix("torch.")
     config = settings.config(form, chosen, name, head_dims, False, False, target.arch)
@@ -139,7 +144,8 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
     device, dtype = query.device, str(query.dtype).removeprefix("torch.")
     template = forward_template(target)
     near = None if runs is None else near_runs(runs, query)
-    chosen, _ = choose_kernel(head_dims, near, program, target, q_len)
+    light = not (need_max or kernel_call.need_entropy) and inputs.scale > 0
+    chosen, _ = choose_kernel(head_dims, near, program, target, q_len, light)
     workers = max(1, workers // (chosen.ctas * chosen.value_parts))
 
     bounds, mask_tensors = row_intervals(program.mask, captured.masks, query, key)

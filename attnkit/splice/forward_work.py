@@ -21,6 +21,7 @@ def choose_kernel(
     program: Program,
     target: Target,
     q_len: int | None,
+    light: bool = True,
 ) -> tuple[Kernel, str]:
     """Choose the forward kernel for the tiles in `runs`; return the kernel and the reason as text.
 
@@ -30,10 +31,17 @@ def choose_kernel(
         program: the score and mask graphs.
         target: the target that the kernel is compiled for.
         q_len: length of the query, None for a long one.
+        light: whether no statistics are needed and the softmax scale is above 0.
     """
-    modded, dropout = program.score is not None, program.dropout
-    candidates = kernels(*head_dims, modded, target.template, dropout=dropout, q_len=q_len)
     form = score_form(program.score)
+    candidates = kernels(
+        *head_dims,
+        program.score is not None,
+        target.template,
+        only_slope=light and program.has_softmax and form.only_slope,
+        dropout=program.dropout,
+        q_len=q_len,
+    )
     return forward_template(target).choose(
         candidates, head_dims, runs, program.lists_override_mask, form
     )

@@ -53,6 +53,9 @@ def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     without a mask, if it loads a value for each q - kv. At the widest head dims with a mask, the
     bounds of the mask leave no registers for double buffering of P.
     """
+    if kernel.block[0] > 128 and form.slope is not None and not form.only_slope:
+        # planned as a mod that adds a slope alone, but a number is read at run time
+        kernel = Kernel((128, 128))
     if masked and kernel.block == WIDEST:
         kernel = replace(kernel, softmax="online", double_buffer_p=False)
     parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)

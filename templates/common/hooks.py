@@ -117,14 +117,14 @@ class ForwardHooks(Protocol):
         ...
 
     def column_slope(self, head: Values) -> Value:
-        """Return the number to add to x per column, counted from the first column of its block.
+        """Return the number to add to x per column, counted from the column given to `block`.
 
         Called only if the config says that an MMA adds this term, which `fixed_columns` then lacks.
         """
         ...
 
     def block(self, site: Any, head: Values, kv: Value) -> Value:
-        """Return the term to add to all scores of the block that starts at column `kv`, or None."""
+        """Return the term to add to all scores of a block whose columns count from `kv`, or None."""
         ...
 
     def columns(

@@ -25,6 +25,7 @@ from attnkit.templates.common.hooks import ForwardHooks, Values
 from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.config import LONG_MOD, ForwardConfig
 from attnkit.templates.sm90.dropout import forward_words
+from attnkit.templates.sm90.slope_in_mma import middle
 
 MASK_COLUMNS = 8  # columns per evaluation of a mask without intervals
 ROWS = 2  # rows per thread
@@ -119,11 +120,14 @@ class Scores:
     def site(
         self, captured: list, batch: Int32, head: Int32, scalars: Scalars, first_row: Int32
     ) -> Site:
-        """Return the position of a work tile for the hooks; distances count from row `first_row`."""
+        """Return the position of a work tile, whose first row is `first_row`, for the hooks."""
         steps = (0, ROW_STEP), self.columns_of_thread()
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
         group = math.gcd(self.config.block_kv, 64)
-        return Site(captured, batch, head, q_len, kv_len, scale, first_row, steps, group)
+        origin = first_row
+        if self.config.slope_in_mma:  # distances from the middle round to half the error
+            origin += self.config.block_q // 2
+        return Site(captured, batch, head, q_len, kv_len, scale, origin, steps, group)
 
     # ------------------------------------------------------------------ values known once a tile
 
@@ -294,7 +298,10 @@ class Scores:
             self._apply_pairs(tile, block, acc_s)
         elif not self.hooks.only_scales:
             self._write_scores(tile, block, acc_s)
-        return self.hooks.block(tile.site, tile.head, block.start)
+        start = block.start
+        if self.config.slope_in_mma:
+            start += middle(self.config.block_kv)
+        return self.hooks.block(tile.site, tile.head, start)
 
     @cute.jit
     def _apply_pairs(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor):

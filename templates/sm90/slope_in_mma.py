@@ -3,7 +3,8 @@
 ALiBi adds slope * (kv - q) to each score. The part that is the same for a block or a row costs
 little. The part that differs from column to column would cost an FMA per score and a register per
 column. Instead, the rows of Q get 16 more columns whose products with 16 more columns of K add it.
-Here j is the column, counted from the start of its block:
+Here j is the column, counted from the middle of its block, so that the terms and their rounding
+errors are half as large as from its start:
 
     K's extra columns of row j:     j j j 0 0 0 ...     in shared memory, the same for all blocks
     Q's extra columns of any row:   t0 t1 t2 0 0 0 ...  in registers, as they depend on the head
@@ -46,6 +47,11 @@ def slope_mma(block_kv: int) -> cute.TiledMma:
     )
 
 
+def middle(block_kv: int) -> int:
+    """Return the column of a block from which its columns are counted."""
+    return block_kv // 2
+
+
 @cute.jit
 def write_columns(columns: cute.Pointer, block_kv: cutlass.Constexpr[int]):
     """Write K's extra columns to shared memory; all threads of the CTA call it.
@@ -58,7 +64,8 @@ def write_columns(columns: cute.Pointer, block_kv: cutlass.Constexpr[int]):
     """
     row, _, _ = cute.arch.thread_idx()
     if row < block_kv:
-        pair = device.pack(Float32(row), Float32(row), BFloat16)
+        column = Float32(row - middle(block_kv))
+        pair = device.pack(column, column, BFloat16)
         for word in range(ROW_WORDS):
             (columns + ROW_WORDS * row + word).store(pair)
     # the tensor cores read the columns by the async proxy

@@ -7,6 +7,7 @@ registers adds: heads that change, slopes and scales of any size, and the kernel
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from attnkit import AuxRequest, flex_attention, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation
+from attnkit.jit.kernel import kernel as compiled_kernel
 from attnkit.jit.kernel import requested_sources
 from attnkit.templates.common.lse_in_mma import split_bfloat16
 from attnkit.templates.sm90.config import SMEM_BYTES, ForwardConfig
@@ -205,6 +207,35 @@ OWN: dict[str, tuple[Any, dict[str, Any], bool]] = {
 def test_which_kernels_add_the_slope_in_products(name: str) -> None:
     mod, options, expected = OWN[name]
     assert uses_mma(mod, **options) is expected
+
+
+def rows_of_a_tile(mod: Any, mask: Any = CAUSAL, **options: Any) -> int:
+    """Return the query rows of a work tile of the kernel at head dim 64; no products serialise."""
+    query, key, value = draw(400, dims=(64, 64))
+    with emulation.session(execute=False), requested_sources() as sources:
+        flex_attention(query, key, value, mod, mask, backend="emulate", enable_gqa=True, **options)
+    assert compiled_kernel(sources[0]).artifact.problems == ()
+    found = re.search(r"\('warpgroups', (\d)\)", sources[0].key)
+    assert found is not None
+    return 64 * int(found[1])
+
+
+TALL: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "raw scores": (None, {}, 192),
+    "alibi": (mods.alibi(2), {}, 192),
+    "alibi, documents": (mods.alibi(2), {"mask": masks.document(torch.arange(400) // 90)}, 192),
+    "alibi, entropies": (mods.alibi(2), {"return_aux": AuxRequest(entropy=True)}, 128),
+    "alibi, maxima": (mods.alibi(2), {"return_aux": AuxRequest(max_scores=True)}, 128),
+    "alibi, dropout": (mods.alibi(2), {"dropout_p": 0.5}, 128),
+    "alibi, no scale": (mods.alibi(2), {"scale": 0.0}, 128),
+    "softcap and alibi": (mods.compose(mods.softcap(20.0), mods.alibi(2)), {}, 128),
+}
+
+
+@pytest.mark.parametrize("name", TALL)
+def test_a_slope_takes_the_tiles_of_raw_scores(name: str) -> None:
+    mod, options, expected = TALL[name]
+    assert rows_of_a_tile(mod, **options) == expected
 
 
 def test_the_columns_fit_in_shared_memory() -> None:
