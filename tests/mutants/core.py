@@ -2,6 +2,7 @@
 
 Some mutants say nothing about the tests; `wasted` leaves them out. Those that no test can notice,
 since they compute the same, are listed in equivalent.toml; `outcome` reports them by themselves.
+Those that no test detects but mypy refuses are noticed too, since every commit passes `make lint`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from tests.mutants.edits import ROOT
+from tests.mutants.type_checks import checker
 
 SURVIVED, UNCOVERED, NOT_RUN = 0, 33, None  # exit statuses in mutmut's files; others are kills
 NO_MUTANT = "no_such_mutant"
+PREPARED = "nothing matches"  # part of mutmut's error for a name that no mutant has
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 
 
@@ -49,6 +52,7 @@ class Outcome:
 
     Attributes:
         killed: number of mutants that a test detected or that ran out of time.
+        refused: names of the mutants that no test detected, but mypy refuses.
         survivors: names of the mutants that no test detected.
         uncovered: names of the mutants in functions that no test calls.
         equivalent: names of the mutants that equivalent.toml lists.
@@ -60,6 +64,12 @@ class Outcome:
     uncovered: tuple[str, ...]
     equivalent: tuple[str, ...] = ()
     wasted: int = 0
+    refused: tuple[str, ...] = ()
+
+    @property
+    def noticed(self) -> int:
+        """Return the number of mutants that a test or mypy notices."""
+        return self.killed + len(self.refused)
 
 
 def run(sample: int, seed: int, only: str, children: int) -> Outcome:
@@ -71,25 +81,30 @@ def run(sample: int, seed: int, only: str, children: int) -> Outcome:
         only: draw only mutants whose name contains this.
         children: number of processes that run in parallel.
     """
-    _mutmut([NO_MUTANT], children)  # writes the mutants, and finds out which test calls what
+    # writes the mutants, and finds out which test calls what
+    errors = _mutmut([NO_MUTANT], children)
+    if PREPARED not in errors:
+        raise RuntimeError(f"mutmut failed before it ran a mutant; its output says why. {errors}")
     names = sorted(name for name, _ in statuses() if only in name)
     if sample:
         names = random.Random(seed).sample(names, min(sample, len(names)))
     some = [name for name in sorted(names) if not wasted(name)]
     if some:
-        _mutmut(some, children)
+        sys.stderr.write(_mutmut(some, children))
     return outcome(some, len(names) - len(some))
 
 
 def wasted(name: str, root: Path = ROOT) -> bool:
     """Return whether a mutant says nothing about the tests.
 
-    That is so in two cases:
+    That is so in three cases:
 
     - The function runs only while its module is imported, as those that fill a table of handlers.
       mutmut switches a mutant on later, when the table holds the results of the code.
     - Only the text of an error changes: mutmut writes "XX" around it or makes it upper-case. Tests
       check what is refused and what a message names, not its wording.
+    - Only an assertion changes, which never fails: the text of an AssertionError, or the argument
+      `strict=True` of `zip`.
     """
     path, function = location(name)
     if function in import_only((root / path).read_text()):
@@ -97,7 +112,16 @@ def wasted(name: str, root: Path = ROOT) -> bool:
     key = name.rpartition(".")[2]
     mutants = _functions(root / "mutants" / path)
     original = mutants[key.rpartition("__mutmut_")[0] + "__mutmut_orig"]
-    return _without_messages(mutants[key]) == _without_messages(original)
+    equal_lengths = "strict=False" not in ast.unparse(original)
+    return _compared(mutants[key], equal_lengths) == _compared(original, equal_lengths)
+
+
+def definition(name: str, root: Path = ROOT) -> str:
+    """Return the text of the function that a mutant is."""
+    file = root / "mutants" / location(name)[0]
+    function = _functions(file)[name.rpartition(".")[2]]
+    lines = file.read_text().splitlines(keepends=True)
+    return "".join(lines[function.lineno - 1 : function.end_lineno])
 
 
 def location(name: str) -> tuple[str, str]:
@@ -152,15 +176,31 @@ def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     return {f.name: f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
 
 
-def _without_messages(function: ast.FunctionDef) -> str:
-    """Return the code of a function, with empty strings in its `raise` statements."""
+def _compared(function: ast.FunctionDef, equal_lengths: bool) -> str:
+    """Return the code of a function without the texts of its errors and without assertions.
+
+    Args:
+        function: the function.
+        equal_lengths: whether the arguments of each `zip` are equally long.
+    """
     body = ast.parse(ast.unparse(function.body))  # a copy
-    for statement in ast.walk(body):
-        if isinstance(statement, ast.Raise):
-            for part in ast.walk(statement):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    part.value = ""
+    for part in ast.walk(body):
+        if isinstance(part, ast.Raise) or _called(part) == "fail":
+            for text in ast.walk(part):
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    text.value = ""
+        if isinstance(part, ast.Call) and _called(part) == "AssertionError":
+            part.args = []
+        if isinstance(part, ast.Call) and _called(part) == "zip" and equal_lengths:
+            part.keywords = []
     return ast.dump(body)
+
+
+def _called(n: ast.AST) -> str | None:
+    """Return the name of the function or method that a call calls; None for other code."""
+    if not isinstance(n, ast.Call):
+        return None
+    return getattr(n.func, "id", getattr(n.func, "attr", None))
 
 
 def equivalents() -> list[Change]:
@@ -175,7 +215,7 @@ def statuses(root: Path = ROOT) -> Iterator[tuple[str, int | None]]:
 
 
 def outcome(names: Sequence[str], wasted: int = 0, root: Path = ROOT) -> Outcome:
-    """Summarize the mutants in `names` that have run."""
+    """Summarize the mutants in `names` that have run, and let mypy check those that survived."""
     found = dict(statuses(root))
     ran = {name: found[name] for name in names if found[name] is not NOT_RUN}
     survivors = tuple(name for name, status in ran.items() if status == SURVIVED)
@@ -186,7 +226,21 @@ def outcome(names: Sequence[str], wasted: int = 0, root: Path = ROOT) -> Outcome
     survivors, uncovered = (
         tuple(n for n in some if n not in equal) for some in (survivors, uncovered)
     )
-    return Outcome(killed, survivors, uncovered, equal, wasted)
+    refused = refusals((*survivors, *uncovered), root)
+    survivors, uncovered = (
+        tuple(n for n in some if n not in refused) for some in (survivors, uncovered)
+    )
+    return Outcome(killed, survivors, uncovered, equal, wasted, refused)
+
+
+def refusals(names: Sequence[str], root: Path = ROOT) -> tuple[str, ...]:
+    """Return the mutants that mypy refuses."""
+    if not names:
+        return ()
+    with checker(root) as types:
+        return tuple(
+            name for name in names if types.refuses(*location(name), definition(name, root))
+        )
 
 
 def listed(name: str, difference: str, known: Collection[Change]) -> bool:
@@ -208,6 +262,8 @@ def difference(name: str, root: Path = ROOT) -> str:
     return shown.stdout
 
 
-def _mutmut(names: Sequence[str], children: int) -> None:
+def _mutmut(names: Sequence[str], children: int) -> str:
+    """Run mutmut, which prints its progress; return what it writes to stderr."""
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(children), *names]
-    subprocess.run(command, cwd=ROOT, check=False)
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    return done.stderr

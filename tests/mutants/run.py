@@ -74,13 +74,16 @@ def run_core(sample: int, seed: int, only: str, children: int) -> tuple[int, int
         print(core.difference(name))
     for name in found.equivalent:
         print(f"equivalent: {name}")
-    print(f"{found.wasted} mutants were left out: import time, or the text of an error")
+    for name in found.refused:
+        print(f"refused by mypy: {name}")
+    print(f"{found.wasted} mutants were left out: import time, assertions, or the text of an error")
+    print(f"{found.killed} mutants were detected by tests, {len(found.refused)} others by mypy")
     print(f"{len(found.equivalent)} mutants are equivalent to the code, see equivalent.toml")
     print(f"{len(found.uncovered)} mutants are in functions that no test calls")
     left = len(found.survivors) + len(found.uncovered)
-    if not found.killed + left:
+    if not found.noticed + left:
         print("mutmut ran no mutants; its output, above, says why")
-    return found.killed, found.killed + left
+    return found.noticed, found.noticed + left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from tests.mutants.edits import ROOT, Edit, Trial, Verdict, failed_test, replace
 from tests.mutants.kernel_edits import FOLDERS, edits_of, kernel_edits, nearest_tests
 from tests.mutants.record import Record
 from tests.mutants.run import named_edits
+from tests.mutants.type_checks import Checker, replaced
 
 SOURCE = '''
 """Doc with 1 < 2."""
@@ -195,6 +196,47 @@ class Grid:
         if n < 0:
             raise ValueError("n is negative", n)
         return "SIZE" * n
+
+    def xǁGridǁpairs__mutmut_orig(self, a, b):
+        if not a:
+            raise AssertionError(f"{a} is empty")
+        if not b:
+            self.fail("b is empty", b)
+        return zip(a, b, strict=True)
+
+    def xǁGridǁpairs__mutmut_1(self, a, b):
+        if not a:
+            raise AssertionError(None)
+        if not b:
+            self.fail("b is empty", b)
+        return zip(a, b, strict=True)
+
+    def xǁGridǁpairs__mutmut_2(self, a, b):
+        if not a:
+            raise AssertionError(f"{a} is empty")
+        if not b:
+            self.fail("B IS EMPTY", b)
+        return zip(a, b, strict=False)
+
+    def xǁGridǁpairs__mutmut_3(self, a, b):
+        if not a:
+            raise AssertionError(f"{a} is empty")
+        if not b:
+            self.fail("b is empty", None)
+        return zip(a, b, strict=True)
+
+    def xǁGridǁpairs__mutmut_4(self, a, b):
+        if a:
+            raise AssertionError(f"{a} is empty")
+        if not b:
+            self.fail("b is empty", b)
+        return zip(a, b, strict=True)
+
+    def xǁGridǁfirst__mutmut_orig(self, a, b):
+        return zip(a, b, strict=False)
+
+    def xǁGridǁfirst__mutmut_1(self, a, b):
+        return zip(a, b, strict=True)
 """
 DIFFERENCE = """# attnkit.graph.m.x_f__mutmut_4: survived
 --- attnkit/graph/m.py
@@ -220,13 +262,60 @@ def test_names_of_mutants() -> None:
 
 
 def test_mutants_that_say_nothing_are_left_out(tmp_path: Path) -> None:
-    """Mutants of code that runs at import and of the text of an error are left out, no others."""
+    """Mutants of code that runs at import, the text of an error and assertions are left out."""
     for folder, text in ((tmp_path, MODULE), (tmp_path / "mutants", MUTATED)):
         (folder / "attnkit").mkdir(parents=True)
         (folder / "attnkit" / "m.py").write_text(text)
     assert core.wasted("attnkit.m.x__table__mutmut_1", tmp_path)
-    size = [f"attnkit.m.xǁGridǁsize__mutmut_{i}" for i in (1, 2, 3)]
-    assert [core.wasted(name, tmp_path) for name in size] == [True, False, False]
+
+    def left_out(name: str, *numbers: int) -> list[bool]:
+        names = [f"attnkit.m.xǁGridǁ{name}__mutmut_{i}" for i in numbers]
+        return [core.wasted(mutant, tmp_path) for mutant in names]
+
+    assert left_out("size", 1, 2, 3) == [True, False, False]
+    assert left_out("pairs", 1, 2, 3, 4) == [True, True, False, False]
+    assert left_out("first", 1) == [False]
+
+
+def test_the_definition_that_a_mutant_is(tmp_path: Path) -> None:
+    (tmp_path / "mutants" / "attnkit").mkdir(parents=True)
+    (tmp_path / "mutants" / "attnkit" / "m.py").write_text(MUTATED)
+    found = core.definition("attnkit.m.xǁGridǁfirst__mutmut_1", tmp_path)
+    assert found == (
+        "    def xǁGridǁfirst__mutmut_1(self, a, b):\n        return zip(a, b, strict=True)\n"
+    )
+
+
+TYPED = """
+class Grid:
+    @property
+    def first(self) -> int:
+        return 1
+
+
+def first() -> int:
+    return 2
+"""
+
+
+def test_a_definition_replaces_the_function() -> None:
+    method = "    def xǁGridǁfirst__mutmut_1(self) -> int:\n        return 3\n"
+    assert replaced(TYPED, "Grid.first", method) == TYPED.replace("return 1", "return 3")
+    function = "def x_first__mutmut_1() -> int:\n    return 3"
+    assert replaced(TYPED, "first", function) == TYPED.replace("return 2", "return 3")
+
+
+def test_mypy_refuses_mutants(tmp_path: Path) -> None:
+    (tmp_path / "mypy.ini").write_text("[mypy]\nfiles = m.py\nstrict = true\n")
+    (tmp_path / "m.py").write_text(TYPED)
+    types = Checker(tmp_path)
+    for number, refused in (("None", True), ("3", False), ("'2'", True)):
+        text = f"def x_first__mutmut_1() -> int:\n    return {number}\n"
+        assert types.refuses("m.py", "first", text) == refused
+        assert (tmp_path / "m.py").read_text() == TYPED
+    (tmp_path / "m.py").write_text("first: int = None\n")
+    with pytest.raises(RuntimeError, match="without a mutant"):
+        Checker(tmp_path)
 
 
 def test_equivalent_mutants_are_found_by_their_lines() -> None:
@@ -254,9 +343,24 @@ def test_equivalent_mutants_are_of_lines_that_exist() -> None:
 def test_outcomes_of_mutmut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "difference", lambda name, root: name)
     monkeypatch.setattr(core, "listed", lambda name, difference, known: name == "f")
+    monkeypatch.setattr(core, "refusals", lambda names, root: tuple(n for n in names if n == "g"))
     folder = tmp_path / "mutants" / "attnkit"
     folder.mkdir(parents=True)
     codes = {"a": 1, "b": 0, "c": 33, "d": None, "e": 36, "f": 0, "g": 0}
     (folder / "m.py.meta").write_text(json.dumps({"exit_code_by_key": codes}))
-    found = core.outcome("abcdef", 7, tmp_path)
-    assert found == core.Outcome(2, ("b",), ("c",), ("f",), 7)
+    found = core.outcome("abcdefg", 7, tmp_path)
+    assert found == core.Outcome(2, ("b",), ("c",), ("f",), 7, ("g",))
+    assert found.noticed == 3
+
+
+def test_no_mutant_runs_if_the_tests_fail_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def mutmut(names: list[str], children: int) -> str:
+        started.append(names)
+        return "a test failed"
+
+    monkeypatch.setattr(core, "_mutmut", mutmut)
+    with pytest.raises(RuntimeError, match=r"before it ran a mutant.*a test failed"):
+        core.run(5, 0, "", 1)
+    assert started == [[core.NO_MUTANT]]
