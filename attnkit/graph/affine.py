@@ -79,7 +79,6 @@ class Sides:
     def __init__(self) -> None:
         self._affine: dict[Node, Affine] = {}
         self._side: dict[Node, Side] = {}
-        self._reads: dict[Node, frozenset[str]] = {}
 
     def side(self, n: Node) -> Side:
         """Return what `n` depends on inside a tile."""
@@ -112,9 +111,6 @@ class Sides:
         side = self.side(n)
         if side is Side.MIXED:
             raise AssertionError("a mixed expression has no one-sided form")
-        other = {"q", "kv"} - {side.value}
-        if side is not Side.DIAGONAL and not self._reads[n] & other:
-            return n
         replaced: dict[Node, Node] = {}
         for m in ir.topo(n):
             here = self._side[m]
@@ -140,13 +136,11 @@ class Sides:
                 if n.type == I32:
                     self._affine[n] = self._affine_of(n)
                 self._side[n] = self._side_of(n)
-                name = frozenset((str(n.attr),)) if n.op == "arg" else frozenset[str]()
-                self._reads[n] = name.union(*(self._reads[a] for a in n.args))
 
     def _affine_of(self, n: Node) -> Affine:
         form: Affine | None = None
         if n.op == "const":
-            form = Affine((), int(n.attr or 0))
+            form = Affine((), int(n.attr))  # type: ignore[arg-type]
         elif n.op in ("add", "sub"):
             sign = 1 if n.op == "add" else -1
             form = self._affine[n.args[0]].plus(self._affine[n.args[1]].scaled(sign))
@@ -155,7 +149,7 @@ class Sides:
         elif n.op == "mul":
             for factor, other in (n.args, n.args[::-1]):
                 if factor.op == "const":
-                    form = self._affine[other].scaled(int(factor.attr or 0))
+                    form = self._affine[other].scaled(int(factor.attr))  # type: ignore[arg-type]
         if form is None or abs(form.offset) > _MAX_OFFSET:
             return Affine(((n, 1),), 0)
         if any(abs(c) > _MAX_COEFFICIENT for _, c in form.terms):
