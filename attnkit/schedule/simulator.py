@@ -141,7 +141,7 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
     work_tile, tile, partial = visits(schedule, runs)
     order = torch.argsort(work_tile * (runs.q_blocks + 1) + tile)
     counts = torch.bincount(work_tile, minlength=schedule.work_tile_count)
-    b, h = schedule.b.to(torch.int64).cpu(), schedule.h.to(torch.int64).cpu()
+    b, h = schedule.b.cpu(), schedule.h.cpu()
     head = ((b * schedule.shape.heads + h) * runs.q_blocks)[work_tile]
     place, partial = (head + tile)[order], partial[order]
     spent = torch.where(partial, schedule.prices.partial, schedule.prices.full)
@@ -170,7 +170,7 @@ def simulate_turns(schedule: Schedule, runs: BlockRuns, workers: int | None = No
 
 
 def _column(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return torch.tensor(numbers, device="cpu")
 
 
 def _positive(workers: int) -> int:
@@ -270,13 +270,12 @@ def lru_hits(items: Tensor, capacity: int) -> Tensor:
     Returns:
         bool [n].
     """
-    count = items.numel()
     order = torch.argsort(items, stable=True)
     before = torch.full_like(items, -1)
     same = items[order][1:] == items[order][:-1]
     before[order[1:][same]] = order[:-1][same]
     different = _smaller_before(before) - (before + 1)
-    return (before >= 0) & (different < capacity) if count else items.bool()
+    return (before >= 0) & (different < capacity)
 
 
 def _smaller_before(values: Tensor) -> Tensor:
