@@ -225,14 +225,13 @@ class IdentityGuard:
         Args:
             positions: positions of the tensors to return, in the order of `add_tensor`.
         """
-        objects = sorted(self._references.values(), key=lambda name: int(name[1:]))
-        deleted = [f"{name} is None" for name in objects]
-        changed = [*deleted, *self._conditions]
+        objects = self._references.values()
+        changed = [*(f"{name} is None" for name in objects), *self._conditions]
         text = "\n".join(
             [
                 "def read():",
                 *(f"    {name} = {name.replace('o', 'x')}()" for name in objects),
-                f"    if {' or '.join(changed)}: return None" if changed else "",
+                f"    if {' or '.join(changed)}: return None",
                 f"    return ({''.join(f'{self._tensors[i][0]}, ' for i in positions)})",
             ]
         )
