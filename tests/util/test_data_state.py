@@ -112,3 +112,115 @@ def test_the_content_of_own_tensors_is_not_compared() -> None:
     assert state_of(t) is state
     t.add_(1)
     assert state_of(t) is not state
+
+
+def sums_in_python(words: list[int]) -> list[tuple[int, int]]:
+    """Compute a fingerprint as its definition in `attnkit.util.fingerprint` says."""
+
+    def mixed(x: int, shifts: tuple[int, int, int], factors: tuple[int, int]) -> int:
+        for shift, factor in zip(shifts, factors, strict=False):
+            x = (x ^ (x >> shift)) * factor % 2**32
+        return x ^ (x >> shifts[2])
+
+    found = []
+    for first in range(0, len(words), CHUNK):
+        a = b = 0
+        for i, word in enumerate(words[first : first + CHUNK]):
+            key = (i + 1) * 0x9E3779B9 % 2**32
+            a += mixed((word + key) % 2**32, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35))
+            b += mixed(word % 2**32 ^ key, (16, 15, 16), (0x7FEB352D, 0x846CA68B))
+        found.append((a % 2**32, b % 2**32))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+@pytest.mark.parametrize("count", [1, 2, CHUNK, 2 * CHUNK + 3])
+def test_fingerprints_are_those_of_the_definition(dtype: torch.dtype, count: int) -> None:
+    ends = torch.iinfo(dtype)
+    random = torch.Generator().manual_seed(count)
+    numbers = torch.randint(ends.min, ends.max + 1, (2 * count,), dtype=dtype, generator=random)
+    t = numbers[::2]  # words of small integers are their sign-extended values
+    found = [(a % 2**32, b % 2**32) for a, b in fingerprint(t).tolist()]
+    assert found == sums_in_python(t.tolist())
+
+
+def test_words_of_each_layout() -> None:
+    long = torch.arange(24).view(2, 3, 4)
+    assert words_of(long).tolist() == [w for i in range(24) for w in (i, 0)]
+    assert words_of(long[:, :, ::2]).tolist() == [[i, 0] for i in range(0, 24, 2)]
+    assert words_of(long[:, :2, :3])[1, 1].tolist() == [[16, 0], [17, 0], [18, 0]]
+    assert words_of(torch.tensor(7, dtype=torch.int32)).tolist() == [7]
+    assert words_of(torch.tensor([], dtype=torch.float32)).numel() == 0
+    bools = torch.tensor([True, False, True, True])
+    assert words_of(bools).tolist() == [0x01010001]
+    assert words_of(bools[1:]).tolist() == [0, 1, 1]
+    assert words_of(torch.tensor([[1], [2]], dtype=torch.int8).expand(2, 5)).tolist() == [1, 2]
+
+
+def test_a_released_state_keeps_the_hash_of_its_data() -> None:
+    t = torch.arange(12, dtype=torch.int32)
+    state = state_of(t)
+    assert state.digest() == state_of(t.clone()).digest() != state_of(t + 1).digest()
+    assert len(state.digest()) == 8
+    state.release()
+    assert not state.valid
+    assert state.has_content_of(t)
+    assert state.has_content_of(t.clone())
+    assert not state.has_content_of(t + 1)
+    assert not state.has_content_of(t.view(3, 4))
+    assert not state.has_content_of(t.view(torch.float32))
+
+
+def test_a_state_gives_the_memory_that_it_recorded() -> None:
+    memory = torch.arange(40)
+    t = memory[3:33].view(5, 6)[:, 1:4]
+    state = state_of(t)
+    found = state.recorded()
+    assert found is not None
+    assert found.data_ptr() == t.data_ptr()
+    assert found.stride() == t.stride()
+    assert torch.equal(found, t)
+    assert state.storage_pointer() == memory.data_ptr()
+    t = torch.arange(3)
+    state = state_of(t)
+    del t
+    gc.collect()
+    assert state.recorded() is None
+    assert state.storage() is None
+    assert state.storage_pointer() == 0
+    unrecorded = data_state.DataState(memory, compare=False)
+    assert unrecorded.recorded() is None
+    assert unrecorded.storage() is None
+    assert unrecorded.storage_pointer() == memory.data_ptr()
+
+
+def test_data_that_a_device_compares_is_compared_by_a_settled_state() -> None:
+    """`state_of` leaves the comparison to a kernel; `settled_state_of` compares at once."""
+    before = data_state.compare_on_devices(lambda device: True)
+    try:
+        t = torch.arange(12)
+        state = state_of(t)
+        assert state.expected is not None
+        assert torch.equal(state.expected, fingerprint(t))
+        assert data_state.settled_state_of(t) is state
+        t.numpy()[3] = 50
+        assert state_of(t) is state
+        settled = data_state.settled_state_of(t)
+        assert settled is not state
+        assert not state.valid
+        assert data_state.settled_state_of(t) is settled
+    finally:
+        assert data_state.compare_on_devices(*before)[0](t.device)
+    assert not data_state.setting.compares_on(t.device)
+
+
+def test_trust_ends_with_the_block() -> None:
+    for value in (True, False):
+        with data_state.trust_version_counters(value):
+            assert data_state.setting.trusts == value
+            with data_state.trust_version_counters(not value):
+                assert data_state.setting.trusts != value
+            assert data_state.setting.trusts == value
+        assert not data_state.setting.trusts
+    with data_state.trust_version_counters():
+        assert data_state.setting.trusts
