@@ -441,3 +441,38 @@ def test_sorted_tables_of_any_kind(q_len: int, kv_len: int, seed: int) -> None:
     limits = torch.randint(-25, 25, (3, q_len), generator=random)
     mask = lambda b, h, q, kv: (keys[b, kv] <= limits[h, q]) & (limits[h, q] - 9 < keys[b, kv])
     assert check(mask, q_len, kv_len, 2, 3) in (0, 1)
+
+
+def test_reasons_show_the_condition() -> None:
+    random = torch.Generator().manual_seed(2)
+    first, second = (torch.randperm(90, generator=random) for _ in range(2))
+    kept = torch.arange(90) % 2 == 0
+    reasons: list[tuple[Callable[..., Any], str]] = [
+        (
+            lambda b, h, q, kv: first[kv] + second[kv] <= q,
+            "`first[kv] + second[kv]` is not in order along kv",
+        ),
+        (lambda b, h, q, kv: kept[kv], "`kept[kv]` holds in too many stretches of kv"),
+        (lambda b, h, q, kv: ~kept[kv], "`~kept[kv]` holds in too many stretches of kv"),
+        (
+            lambda b, h, q, kv: kept[q - kv],
+            "`kept[q - kv]` holds in too many stretches of q - kv",
+        ),
+        (
+            lambda b, h, q, kv: ~kept[q - kv],
+            "`~kept[q - kv]` holds in too many stretches of q - kv",
+        ),
+    ]
+    for mask, reason in reasons:
+        found = intervals_of(mask, q_len=90, kv_len=90)
+        assert isinstance(found, NoIntervals)
+        assert str(found) == f"no interval form: {reason}"
+
+
+def test_a_mask_that_keeps_nothing_has_no_rows_on_any_device() -> None:
+    found = intervals_of(lambda b, h, q, kv: kv < 0, q_len=5, kv_len=7)
+    assert isinstance(found, Intervals)
+    with torch.device("meta"):
+        rows = found.rows()
+    assert (rows.shape, rows.dtype, rows.device.type) == ((1, 1, 5, 0, 2), torch.int32, "cpu")
+    assert found.rows(device=torch.device("meta")).device.type == "meta"
