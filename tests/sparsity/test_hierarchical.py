@@ -16,7 +16,7 @@ from attnkit.errors import BoundsError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.masks import Example
 from attnkit.sparsity.block_runs import BlockRuns, Runs
-from attnkit.sparsity.classify import classify
+from attnkit.sparsity.classify import _chunks, classify
 from attnkit.sparsity.hierarchical import Statistics
 from attnkit.sparsity.ranges.equality_sets import Bits, BlockValues, Pairs, find_matches
 from attnkit.tracing.tracer import Traced, trace
@@ -476,3 +476,51 @@ def test_segments_in_any_order_are_joined(seed: int, rows: int, blocks: int) -> 
     for row in range(rows):
         mine = range(int(runs.row_ptr[row]), int(runs.row_ptr[row + 1]))
         assert all(ends[i] < int(runs.start[i + 1]) for i in mine[:-1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_shared_values_are_repeated_for_each_batch_entry_and_head(shape: tuple[int, int]) -> None:
+    own = torch.randint(0, 5, (*shape, 20), generator=random(1))
+    shared = block_values(own, 8)
+    repeated = shared.expand(2, 3)
+    expected = block_values(own.expand(2, 3, -1).contiguous(), 8)
+    assert repeated.shape == expected.shape == (2, 3, 20)
+    order = repeated.place.argsort()
+    assert torch.equal(repeated.place[order], expected.place)
+    assert torch.equal(repeated.value[order], expected.value)
+    assert torch.equal(repeated.solid, expected.solid)
+    inside = expected.within(1, 3)
+    assert inside.value.tolist() == [v for v in expected.value.tolist() if 1 <= v <= 3]
+    assert bool((own.expand(2, 3, -1).flatten()[inside.place] == inside.value).all())
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    lengths=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    block=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    most=st.tuples(st.integers(1, 200), st.integers(1, 40)),
+)
+def test_heads_are_classified_together_within_limits(
+    sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    most: tuple[int, int],
+) -> None:
+    """All pairs of batch entry and head come once, in order, as many at once as may be."""
+    points, tiles = most
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnkit.sparsity.classify._MAX_POINTS", points)
+        patch.setattr("attnkit.sparsity.classify._MAX_TILES", tiles)
+        chunks = list(_chunks(*sizes, *lengths, block, CPU))
+    pairs = [[(i, j) for i in b.tolist() for j in h.tolist()] for b, h in chunks]
+    assert [p for chunk in pairs for p in chunk] == [
+        (i, j) for i in range(sizes[0]) for j in range(sizes[1])
+    ]
+    each = -(-lengths[0] // block[0]) * -(-lengths[1] // block[1])
+    limit = max(1, min(points // sum(lengths), tiles // each))
+    assert all(len(chunk) <= limit for chunk in pairs)
+    heads = {h.numel() for _, h in chunks}
+    assert max(heads) == min(limit, sizes[1])
+    if limit >= sizes[1]:
+        assert max(b.numel() for b, _ in chunks) == min(limit // sizes[1], sizes[0])
+    assert {x.dtype for pair in chunks for x in pair} == {torch.int32}

@@ -14,8 +14,8 @@ from attnkit import create_block_mask
 from attnkit.errors import BoundsError
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
-from attnkit.graph.ir import I32, Node, arg, const, load
-from attnkit.graph.simplify import build
+from attnkit.graph.ir import F32, I32, Node, arg, const, load
+from attnkit.graph.simplify import build, cast
 from attnkit.sparsity.index_bounds import check_bounds
 from attnkit.tracing.tracer import trace
 from tests.sparsity.mask_graphs import Case, cases, positions
@@ -347,3 +347,43 @@ def test_ranges_are_those_of_one_head() -> None:
                 check_bounds([mod.root], mod.tensors, mod.names, **outside)
         else:
             check_bounds([mod.root], mod.tensors, mod.names, **outside)
+
+
+# At kv = 0 an exp is 1, but its bounds are a little below and above: as an integer, 0 or 1.
+ABOUT_ONE = cast(build("exp", cast(KV, F32)), I32)
+
+
+def test_bounds_that_may_not_occur_refuse_nothing() -> None:
+    """An index whose range is wider than its values is left for run time, unless all are outside."""
+
+    def outcome_of(index: Node, size: int) -> tuple[frozenset[Node], str | None]:
+        root = load(0, I32, [index])
+        return outcome(Case(root, (torch.zeros(size, dtype=torch.int32),), 5, 1, 1, 1))
+
+    product = build("mul", Q, ABOUT_ONE)
+    for index, size in ((product, 4), (build("sub", const(3), ABOUT_ONE), 3), (ABOUT_ONE, 1)):
+        unproven, refusal = outcome_of(index, size)
+        assert refusal is None
+        assert len(unproven) == 1
+        assert outcome_of(index, size + 1) == (frozenset(), None)
+    above, below = build("add", ABOUT_ONE, const(7)), build("sub", const(-9), ABOUT_ONE)
+    for index, first, last in ((above, 7, 8), (below, -10, -9)):
+        refusal = outcome_of(index, 6)[1]
+        assert refusal is not None
+        assert f"(it ranges from {first} to {last}; expected -6 to 5)" in refusal
+
+
+def test_a_divisor_whose_bounds_hold_zero_is_refused_without_a_proof() -> None:
+    for divisor, message in (
+        (ABOUT_ONE, "cannot be proven to divide by other than zero"),
+        (build("sub", Q, const(2)), "does not divide by other than zero"),
+        (build("mul", build("sub", Q, KV), build("add", Q, KV)), "cannot be proven to divide"),
+    ):
+        refusal = outcome(Case(build("mod", const(7), divisor), (), 5, 1, 1, 1))[1]
+        assert refusal is not None
+        assert message in refusal
+    for divisor in (
+        build("add", ABOUT_ONE, const(1)),
+        build("add", build("mul", Q, const(2)), const(-5)),
+    ):
+        assert outcome(Case(build("mod", const(7), divisor), (), 5, 1, 1, 1))[1] is None

@@ -330,3 +330,49 @@ def test_workers_that_cannot_pickle_raise(make: Callable[[int], Any]) -> None:
     loader = DataLoader(Batches(make), None, num_workers=1, timeout=60)
     with pytest.raises(PicklingError, match="<lambda>"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("module", "by_code"),
+    [
+        ("cloudpickle.cloudpickle", True),
+        ("joblib.externals.cloudpickle", True),
+        ("dill", True),
+        ("dill._dill", True),
+        ("another.module", False),
+        ("dilled", False),
+    ],
+)
+def test_the_pickler_is_found_behind_those_of_python(module: str, by_code: bool) -> None:
+    """Between a pickler and the mask there may be frames of pickle and copyreg."""
+    scopes = [{"__name__": name} for name in ("attnkit.made", "copyreg", "pickle", module)]
+    call: Callable[[Any], Any] = lambda mask: mask.__reduce__()
+    for scope in scopes:
+        scope["inner"] = call  # type: ignore[assignment]
+        exec("def outer(mask):\n    return inner(mask)", scope)
+        call = scope["outer"]  # type: ignore[assignment]
+    scopes[0]["inner"] = Mask.__reduce__  # type: ignore[assignment]
+    if by_code:
+        assert call(Mask(closure(3)))[2][1]["label"] == "<lambda>"
+    else:
+        with pytest.raises(PicklingError, match="<lambda>"):
+            call(Mask(closure(3)))
+
+
+class Noted(Mask):
+    """A mask with an attribute of its own, in a dict."""
+
+    __slots__ = ("__dict__", "own")
+    own: Any
+
+
+def test_copies_of_a_subclass_have_their_own_attributes() -> None:
+    mask = Noted(causal().function, "noted")
+    mask.note, mask.own = [1], [2]  # type: ignore[attr-defined]
+    shallow, deep = copy.copy(mask), copy.deepcopy(mask)
+    for other in (shallow, deep):
+        assert (other.note, other.own, other.label) == ([1], [2], "noted")  # type: ignore[attr-defined]
+        other.more = 3  # type: ignore[attr-defined]
+        assert not hasattr(mask, "more")
+    assert shallow.own is mask.own
+    assert deep.own is not mask.own

@@ -531,3 +531,19 @@ def test_questions_about_a_traced_value_are_answered() -> None:
         return (q >= kv) & torch.tensor(all(facts))
 
     assert_same(mask, "mask")
+
+
+@pytest.mark.parametrize("count", [-33, -1, 0, 1, 30, 31, 32, 40])
+def test_shifts_by_a_number(count: int) -> None:
+    """Bits that a shift by a number moves out of 32 are lost, as in torch."""
+    assert_same(lambda b, h, q, kv: (q - kv) << count == (q - 4) << count, "mask")
+    assert_same(lambda b, h, q, kv: (q - kv) >> count == (h - 1) >> count, "mask")
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 31, 32])
+def test_integer_powers(exponent: int) -> None:
+    assert_same(lambda b, h, q, kv: (q - 3) ** exponent <= kv - 4, "mask")
+    assert_same(lambda b, h, q, kv: 2 ** (h + 1) <= kv, "mask")
+    for refused in (33, -1):
+        with pytest.raises(TraceError, match=f"integer power q .. {refused}; convert to float"):
+            trace(lambda b, h, q, kv, n=refused: q**n > kv, "mask")
