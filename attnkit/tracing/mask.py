@@ -306,7 +306,7 @@ def _per(what: str, masks: Sequence[MaskMod]) -> Mask:
             kept = torch.where(chosen == i, others[i], kept)
         return kept
 
-    labels = [m.label if isinstance(m, Mask) else Mask(m).label for m in masks]
+    labels = [different[id(m)].label for m in masks]
     axes = [Axes("the number of masks", len(masks), "h" if what == "head" else "b")]
     axes += [table for option in options for table in option.axes]
     label = f"per_{what}([{', '.join(labels)}])"

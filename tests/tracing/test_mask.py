@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit import create_block_mask, create_mask
+from attnkit import create_block_mask, create_mask, masks
 from attnkit.errors import ArgumentError, BoundsError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.tracing.guards import trace_cached
@@ -214,3 +214,29 @@ def test_not_a_function() -> None:
         Mask(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         CAUSAL & 3  # type: ignore[operator]
+
+
+def test_masks_per_head_are_on_the_device_of_the_positions() -> None:
+    """The table of choices is int32 and on the device of the heads."""
+    causal = masks.causal()
+    options = [causal, masks.sliding_window(3), causal]
+    for make, axis in ((per_head, "h"), (per_batch, "b")):
+        expected = create_mask(make(options), 3, 3, N, N)
+        with torch.device("meta"):  # on which nothing can be computed by mistake
+            mask = make(options)
+            found = create_mask(mask, 3, 3, N, N, device="cpu")
+        assert torch.equal(found, expected)
+        (table,) = trace(make(options), "mask").tensors
+        assert table.tolist() == [0, 1, 0]
+        assert table.dtype == torch.int32
+        assert mask.axes[0].axes == (axis,)
+
+
+def test_masks_per_head_are_named_by_their_parts() -> None:
+    def own(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q == kv
+
+    mask = per_head([own, masks.causal(), own])
+    assert repr(mask) == "per_head([own, causal(), own])"
+    with pytest.raises(ArgumentError, match="one mask per batch entry in a list, got 3"):
+        per_batch(3)  # type: ignore[arg-type]
