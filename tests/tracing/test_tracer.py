@@ -547,3 +547,14 @@ def test_integer_powers(exponent: int) -> None:
     for refused in (33, -1):
         with pytest.raises(TraceError, match=f"integer power q .. {refused}; convert to float"):
             trace(lambda b, h, q, kv, n=refused: q**n > kv, "mask")
+
+
+def test_vectors_that_index_a_part() -> None:
+    """An index tensor into a slice may hold negative numbers, which count from its end."""
+    assert_same(lambda b, h, q, kv: (IDS[3:][torch.tensor([0, -1, 2]) - q % 2] == kv).any(), "mask")
+    assert_same(lambda b, h, q, kv: (IDS[:5][torch.tensor([4, -5])] >= kv - q).all(), "mask")
+
+
+def test_products_of_matrices_that_are_not_square() -> None:
+    assert_same(lambda s, b, h, q, kv: s * (PLANE[:, h] @ FOLDED[h])[kv % 4], "score")
+    assert_same(lambda s, b, h, q, kv: s + (FOLDED[h] @ DEEP[b, h, kv])[q % 6], "score")

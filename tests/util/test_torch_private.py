@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import types
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,14 @@ def test_no_other_file_uses_a_private_name() -> None:
 @pytest.mark.parametrize("name", torch_private.__all__)
 def test_every_name_is_there(name: str) -> None:
     assert getattr(torch_private, name) is not None
+
+
+def test_memory_is_allocated_as_asked_for() -> None:
+    """A device for which torch has a fast function uses it; the others use `torch.empty_strided`."""
+    fast = torch_private.fast_empty_strided(torch.device("cpu"))
+    assert isinstance(fast, types.BuiltinFunctionType)
+    for make, device in ((fast, "cpu"), (None, "meta")):
+        make = make or torch_private.fast_empty_strided(torch.device(device))
+        made = make((2, 3), (4, 1), torch.float16)
+        assert (made.shape, made.stride()) == ((2, 3), (4, 1))
+        assert (made.dtype, made.device.type) == (torch.float16, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from attnkit.sparsity.ranges.tables import (
     sliding,
     value_range,
 )
+from attnkit.tracing.tracer import trace
 from tests.sparsity.mask_graphs import Case, cases, dense, dense_nodes, states_of
 
 # leaves whose values a test chooses freely, by type
@@ -510,3 +512,128 @@ def test_operations_without_bounds_are_known() -> None:
     floats = [n for n in operations() if {n.type, *(a.type for a in n.args)} == {F32}]
     unbounded = {n.op for n in floats if transfer(n, [near, far, far][: len(n.args)])[0].isnan()}
     assert unbounded == {"pow", "mod", "fdiv", "sin", "cos", "rsqrt", "digamma"}
+
+
+def rule(op: str, *intervals: tuple[float, float]) -> tuple[float, float]:
+    """Return the bounds of an operation of all i32 or all f32 arguments."""
+    n = next(n for n in OPERATIONS if n.op == op and n.args[0].type in (I32, F32))
+    dtype = torch.float32 if n.args[0].type == F32 else torch.int64
+    low, high = transfer(n, [(torch.tensor(a, dtype=dtype), torch.tensor(z, dtype=dtype))
+                             for a, z in intervals])  # fmt: skip
+    return low.item(), high.item()
+
+
+def test_remainders_of_smaller_numbers_are_the_numbers() -> None:
+    integers = next(n for n in OPERATIONS if n.op == "mod" and n.args[0].type == I32)
+    for low, high, divisor in ((0, 3, (4, 9)), (0, 0, (1, 3)), (2, 3, (4, 4)), (0, 6, (7, 20))):
+        ends = [torch.tensor(x) for x in (low, high, *divisor)]
+        found = transfer(integers, [(ends[0], ends[1]), (ends[2], ends[3])])
+        assert [int(x) for x in found] == [low, high]
+    for low, high, divisor in ((0, 4, (4, 9)), (-1, 3, (4, 9)), (3, 9, (2, 5))):
+        ends = [torch.tensor(x) for x in (low, high, *divisor)]
+        found = transfer(integers, [(ends[0], ends[1]), (ends[2], ends[3])])
+        assert [int(x) for x in found] == [0, divisor[1] - 1]
+
+
+def test_angles_are_near_in_each_half_plane() -> None:
+    """An angle is monotone where x > 0, y > 0 or y < 0, at any distance from the axes."""
+    half_turn = math.pi
+    for y in ((0.01, 0.3), (0.5, 4.0), (-0.3, -0.01), (-4.0, -0.5)):
+        for x in ((-3.0, -1.0), (-2.0, 2.0), (0.1, 0.2)):
+            angles = [math.atan2(a, b) for a in y for b in x]
+            low, high = rule("atan2", y, x)
+            assert min(angles) - 1e-3 < low <= min(angles)
+            assert max(angles) <= high < max(angles) + 1e-3
+    for y in ((-0.3, 0.3), (0.0, 0.5), (-0.5, 0.0)):
+        low, high = rule("atan2", y, (0.01, 2.0))
+        assert -half_turn / 2 < low < high < half_turn / 2
+        low, high = rule("atan2", y, (-1.0, 1.0))
+        assert low <= -half_turn
+        assert half_turn <= high < 3.2
+
+
+def test_lengths_of_a_side() -> None:
+    empty = torch.zeros(1, dtype=torch.int32)
+    domain = Domain((), 5, 9, empty, empty)
+    assert domain.span(Side.Q) == (0, 5)
+    assert domain.span(Side.KV) == (0, 9)
+    assert domain.span(Side.CONST) == (0, 1)
+    assert domain.span(Side.DIAGONAL) == (-8, 13)
+
+
+@given(
+    length=st.integers(1, 90),
+    block=st.integers(1, 30),
+    points=st.integers(1, 50),
+    heads=st.integers(1, 4),
+)
+def test_pieces_of_a_side_are_of_bounded_size(
+    length: int, block: int, points: int, heads: int
+) -> None:
+    """Pieces follow each other, and hold whole blocks, or a part of one if a block is too long."""
+    nodes = [ir.arg("q"), build("add", ir.arg("q"), ir.arg("h"))]
+    b, h = torch.zeros(1, dtype=torch.int32), torch.arange(heads, dtype=torch.int32)
+    domain = Domain((), length, 7, b, h)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnkit.sparsity.ranges.tables._PASS_BYTES", 8 * 3 * heads * points)
+        pieces = list(domain.pieces(nodes, Side.Q, block))
+        # heads are not counted where nothing reads them
+        alone = list(domain.pieces([nodes[0]], Side.Q, 1))
+    assert [i for piece in pieces for i in range(*piece)] == list(range(length))
+    assert all(stop - start <= points for start, stop in pieces)
+    whole = points // block * block
+    if whole:
+        assert [start for start, _ in pieces] == list(range(0, length, whole))
+    else:
+        assert all(start // block == (stop - 1) // block for start, stop in pieces)
+        assert {start for start, _ in pieces} >= set(range(0, length, block))
+    assert alone[0] == (0, min(length, 3 * heads * points))
+
+
+BANDS = {
+    "causal": (lambda q, kv: q >= kv, True),
+    "window": (lambda q, kv: (q >= kv) & (q - kv <= 5), True),
+    "shifted": (lambda q, kv: (q + 3 > kv) & (kv > q - 9), True),
+    "diagonal": (lambda q, kv: q == kv, True),
+    "rows": (lambda q, kv: (q > 5) & (kv <= q), False),
+    "every other diagonal": (lambda q, kv: 2 * q == 2 * kv, False),
+    "nothing": (lambda q, kv: (q > kv) & (q < kv), False),
+    "dilated": (lambda q, kv: (q - kv) % 2 == 0, False),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_need_no_table(name: str) -> None:
+    """Block ends decide comparisons of q and kv, and conjunctions that keep a band."""
+    keep, plain = BANDS[name]
+    traced = trace(lambda b, h, q, kv: keep(q, kv), "mask")
+    blocks = compile_blocks(traced.root, Sides())
+    found = all(key.is_index for key in blocks.keys)
+    assert found == plain or (name == "rows" and found)
+    assert is_exact(blocks.root, Sides()) == (name != "rows" or is_exact(traced.root, Sides()))
+
+
+EXACT = {
+    "a row and a column": (lambda q, kv, t: (t[q] > 3) & (t[kv] < 2), True),
+    "their order": (lambda q, kv, t: t[q] <= t[kv], True),
+    "their order with offsets": (lambda q, kv, t: ~(t[q] + q < kv + 3), True),
+    "one side": (lambda q, kv, t: (t[q] > 3) | (q % 2 == 0), True),
+    "diagonals": (lambda q, kv, t: t[(q - kv) % 9] > 2, True),
+    "equal values": (lambda q, kv, t: t[q] == t[kv], False),
+    "a diagonal and a row": (lambda q, kv, t: (q - kv > 3) & (t[q] > 2), False),
+    "a diagonal and a column": (lambda q, kv, t: (q - kv > 3) | (kv > 2), False),
+    "a product": (lambda q, kv, t: t[q] * t[kv] > 5, False),
+    "exclusive": (lambda q, kv, t: (t[q] > 3) ^ (t[kv] < 2), False),
+    "three": (lambda q, kv, t: ((t[q] > 3) & (t[kv] < 2)) | (q > 3), False),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_on_tiles(name: str) -> None:
+    keep, exact = EXACT[name]
+    table = torch.tensor([3, 5, 1, 2, 2, 8, 0, 4, 6])
+    root = trace(lambda b, h, q, kv: keep(q, kv, table), "mask").root
+    assert is_exact(root, Sides()) == exact
+    equalities = [n for n in ir.topo(root) if n.op == "eq"]
+    if name == "equal values":
+        assert is_exact(root, Sides(), equalities)
