@@ -188,3 +188,73 @@ def test_gelu_takes_no_simplification() -> None:
 def test_importing_the_module_does_not_import_sympy() -> None:
     code = "import sys, attnkit.graph.eval_sympy; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("root", "names", "lines"),
+    [
+        (
+            build("mul", score, slope),
+            ["slopes"],
+            ["score' = score⋅slopes(h)", "d score' / d score = slopes(h)"],
+        ),
+        (
+            build("mul", score, slope),
+            [],
+            ["score' = score⋅t₀(h)", "d score' / d score = t₀(h)"],
+        ),
+        (
+            build("div", score, build("add", score, const(2.0))),
+            [],
+            [
+                "           score",
+                "score' = ─────────",
+                "         score + 2",
+                "                          score           1",
+                "d score' / d score = - ──────────── + ─────────",
+                "                                  2   score + 2",
+                "                       (score + 2)",
+            ],
+        ),
+        (
+            build("and", build("lt", q, kv), build("lt", h, const(2))),
+            [],
+            ["keep = h < 2 ∧ q < kv"],
+        ),
+        (
+            build("or", build("lt", q, kv), build("not", build("lt", h, const(2)))),
+            [],
+            ["keep = h ≥ 2 \N{LOGICAL OR} q < kv"],
+        ),
+        (
+            build("eq", build("xor", q, build("and", kv, build("or", h, q))), const(3)),
+            [],
+            ["keep = bitxor(q, bitand(kv, bitor(h, q))) = 3"],
+        ),
+    ],
+)
+def test_layout_of_formulas(root: Node, names: list[str], lines: list[str]) -> None:
+    assert eval_sympy.describe(root, names).splitlines() == lines
+
+
+def test_formulas_are_laid_out_up_to_the_width() -> None:
+    root = build("div", score, build("add", score, const(2.0)))
+    laid_out = eval_sympy.describe(root, width=48).splitlines()
+    width = max(map(len, laid_out))
+    assert len(laid_out) == 7
+    assert eval_sympy.describe(root, width=width).splitlines() == laid_out
+    narrower = eval_sympy.describe(root, width=width - 1).splitlines()
+    assert narrower[:3] == laid_out[:3]
+    assert narrower[3:] == ["d score' / d score = -score/(score + 2)**2 + 1/(score + 2)"]
+    root = score
+    for name in range(40):
+        root = build("add", root, load(name, F32, [h]))
+    assert len(eval_sympy.describe(root, width=1000).splitlines()) == 2  # never wrapped
+
+
+def test_bit_operations_are_integers() -> None:
+    for op in ("and", "or", "xor", "shl", "shr"):
+        assert eval_sympy.to_sympy(build(op, q, kv)).is_integer
+    assert eval_sympy.to_sympy(load(0, I32, [q])).is_integer
+    assert eval_sympy.to_sympy(load(0, F32, [q])).is_integer is None
+    assert eval_sympy.to_sympy(load(0, F32, [q])).is_real

@@ -127,3 +127,46 @@ def test_formula_of_a_deep_shared_graph_stays_short() -> None:
         root = build("mul", root, root)
     assert len(ir.formula(root)) < 5000
     assert "nodes>" in ir.formula(root)
+
+
+Q, KV, SCORE = arg("q"), arg("kv"), arg("score")
+
+
+@pytest.mark.parametrize(
+    ("root", "text"),
+    [
+        (node("round", SCORE, attr="bfloat16"), "bfloat16(score)"),
+        (node("cast", SCORE, to=I32), "i32(score)"),
+        (node("cast", Q, to=BOOL), "bool(q)"),
+        (node("wrap_abs", node("wrap_sub", Q, KV)), "abs(q - kv)"),
+        (node("wrap_neg", node("wrap_mul", Q, KV)), "-(q * kv)"),
+        (node("wrap_add", Q, node("wrap_add", KV, Q)), "q + (kv + q)"),
+        (node("with_slope", SCORE, const(0.0), const(0.0)), "detach(score)"),
+        (node("with_slope", SCORE, arg("scale"), SCORE), "with_slope(score, scale, score)"),
+        (node("min", Q, KV), "min(q, kv)"),
+        (node("shl", Q, node("shr", KV, const(2))), "q << (kv >> 2)"),
+        (node("or", node("xor", Q, KV), node("and", Q, KV)), "q ^ kv | q & kv"),
+        (node("fdiv", node("mod", Q, const(-3)), KV), "q % -3 // kv"),
+        (node("pow", node("pow", SCORE, SCORE), SCORE), "score ** score ** score"),
+        (node("div", SCORE, node("div", SCORE, const(-0.5))), "score / (score / -0.5)"),
+        (node("neg", node("neg", Q)), "--q"),
+        (node("not", node("not", load(1, BOOL, []))), "~~t1"),
+        (node("lt", node("add", Q, const(1)), KV), "q + 1 < kv"),
+        (node("eq", node("eq", Q, KV), node("le", Q, KV)), "(q == kv) == (q <= kv)"),
+    ],
+)
+def test_formula_of_each_kind_of_operation(root: Node, text: str) -> None:
+    assert ir.formula(root, ["gain"]) == text
+
+
+def test_long_formulas_are_cut() -> None:
+    root = SCORE
+    for _ in range(12):
+        root = node("add", root, root)
+    text = ir.formula(root)
+    assert text.startswith("<add of ") or "<add of " in text
+    assert len(text) <= 2 * 2000 + 10
+    line = SCORE
+    for _ in range(249):
+        line = node("add", line, SCORE)
+    assert ir.formula(line) == " + ".join(["score"] * 250)

@@ -558,3 +558,16 @@ def test_vectors_that_index_a_part() -> None:
 def test_products_of_matrices_that_are_not_square() -> None:
     assert_same(lambda s, b, h, q, kv: s * (PLANE[:, h] @ FOLDED[h])[kv % 4], "score")
     assert_same(lambda s, b, h, q, kv: s + (FOLDED[h] @ DEEP[b, h, kv])[q % 6], "score")
+
+
+def test_functions_of_captured_slices_run_at_once() -> None:
+    """A function that attnkit has no handler for may take slices of captured tensors, by name too."""
+    assert_same(
+        lambda s, b, h, q, kv: s + torch.flip(input=PLANE[1:], dims=[0])[q % 5, kv % 4], "score"
+    )
+    assert_same(
+        lambda s, b, h, q, kv: s + torch.kron(PLANE[:2], other=PLANE[2:, :1])[q, kv % 4], "score"
+    )
+    assert_same(
+        lambda s, b, h, q, kv: s + torch.block_diag(*[PLANE[:2], PLANE[4:]])[q % 4, kv % 8], "score"
+    )
