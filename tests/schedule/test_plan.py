@@ -23,8 +23,14 @@ from attnkit.schedule.kernel_table import (
     mask_tiles,
     padded_head_dim,
 )
-from attnkit.schedule.plan import Call, choose, refusals
-from attnkit.schedule.targets import TARGETS, Target, of_template
+from attnkit.schedule.plan import Call, choose, no_kernel_error, refusals
+from attnkit.schedule.targets import (
+    TARGETS,
+    Target,
+    missing_arch,
+    missing_capability,
+    of_template,
+)
 from attnkit.sparsity.block_runs import BLOCK
 
 HOPPER = Call("bfloat16", 128, 128, (9, 0))
@@ -275,3 +281,32 @@ def test_options_and_lists_reach_the_plan() -> None:
 
     with pytest.raises(UnsupportedError, match="a kernel does not check indices"):
         flex_attention(q, q, q, unproven, backend="emulate")
+
+
+def test_texts_of_what_is_missing() -> None:
+    every = ", ".join(f"{t.capability[0]}.{t.capability[1]} ({t.card})" for t in TARGETS)
+    start = "the GPU has compute capability 8.6"
+    assert missing_capability((8, 6)) == f"{start}; there are kernels for {every}"
+    consumer = missing_capability((12, 0))
+    assert consumer.startswith("the GPU has compute capability 12.0, which ")
+    assert consumer.endswith(f"; there are kernels for {every}")
+    archs = ", ".join(t.arch for t in TARGETS)
+    assert missing_arch("sm_86") == (
+        f"sm_86 is not an architecture with a kernel; there are kernels for {archs}"
+    )
+    assert missing_arch("sm_12") == (
+        f"sm_12 is not an architecture with a kernel; there are kernels for {archs}"
+    )
+    for arch in ("sm_120", "sm_120a", "sm_121f"):
+        own = missing_arch(arch)
+        assert own.startswith(f"{arch} ")
+        assert "is not an architecture" not in own
+        assert own.endswith(f"; there are kernels for {archs}")
+    for backend, what in (
+        ("cute", "a kernel compiled for a GPU"),
+        ("emulate", "a GPU kernel in the emulator"),
+    ):
+        error = no_kernel_error(backend, "no reason")
+        assert str(error).startswith(
+            f"backend='{backend}' asks for {what}, and there is none for this call: no reason. "
+        )

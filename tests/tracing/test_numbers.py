@@ -119,3 +119,22 @@ def test_large_ints() -> None:
     mask = trace(lambda b, h, q, kv: q < q.tracer.unknown_number(0, int), "mask").root
     with pytest.raises(BoundsError, match="does not fit into 32 bits"):
         with_numbers(mask, [2**40], [])
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_a_number_alone_must_fit_into_32_bits(number: int) -> None:
+    root = ir.number(0, ir.I32)
+    with pytest.raises(BoundsError, match=f"the integer {number} "):
+        with_numbers(root, [number], [])
+    inside = number - 1 if number > 0 else number + 1
+    assert with_numbers(root, [inside], []) is ir.const(inside)
+    as_float = ir.node("cast", root, to=ir.F32)
+    assert with_numbers(as_float, [number], []) is ir.const(float(number))
+    assert with_numbers(ir.number(1, ir.F32), [], [0.5, 1.5]) is ir.const(1.5)
+
+
+def test_rounded_numbers() -> None:
+    rounded = ir.node("round", ir.number(0, ir.F32), attr="bfloat16")
+    assert with_numbers(rounded, [], [1.001]) is ir.const(1.0)
+    kept = ir.node("round", ir.arg("score"), attr="bfloat16")
+    assert with_numbers(kept, [], []) is kept

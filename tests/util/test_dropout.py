@@ -120,3 +120,11 @@ def test_bits_are_on_the_device_of_the_state() -> None:
     with torch.device("meta"):  # on which nothing can be computed by mistake
         found = kept(state, zero, zero, 1, (3, 40), (1, 20))
     assert torch.equal(found, expected)
+
+
+def test_the_least_and_the_greatest_probability_are_named() -> None:
+    for p in (0.001, 0.999):
+        with pytest.raises(
+            OptionError, match=r"expected 0, or a number from 1 / 512 to 1 - 1 / 512$"
+        ):
+            threshold_of(p)
