@@ -20,7 +20,13 @@ from attnkit.errors import (
     OptionError,
 )
 from attnkit.inspection import picture, summary, timeline
-from attnkit.util.arguments import AuxOutput, AuxRequest
+from attnkit.util.arguments import (
+    AuxOutput,
+    AuxRequest,
+    index_instead,
+    lacks_memory,
+    shown,
+)
 
 LONG = 2**31
 IDS = torch.zeros(8, dtype=torch.int64)
@@ -298,3 +304,48 @@ def test_a_head_without_queries_has_no_largest_score() -> None:
     largest = AuxOutput.of(AuxRequest(max_logits=True), nothing, nothing, None).max_logits
     assert largest is not None
     assert torch.equal(largest, torch.full((2, 3), -torch.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float64])
+def test_memory_must_reach_to_the_last_element(dtype: torch.dtype) -> None:
+    view = torch.zeros(3, 8, dtype=dtype)[1:, 2:7:2]  # elements 10 to 22
+    needed = 23 * dtype.itemsize
+    for size in (24 * dtype.itemsize, needed, needed - 1, 4 * dtype.itemsize, 1, 0):
+        view.untyped_storage().resize_(size)
+        assert lacks_memory(view) == (size < needed)
+    assert not lacks_memory(view[:0])
+    assert not lacks_memory(torch.empty(3, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (3, "3"),
+        (True, "True"),
+        (2.5, "2.5"),
+        ("a" * 99, "'aaaaaaaaaaaa...aaaaaaaaaaaaa'"),
+        ((1, "b"), "(1, 'b')"),
+        ([1, None], "[1, None]"),
+        ([1, torch.zeros(1)], "list"),
+        (torch.float16, "torch.float16"),
+        (torch.device("cpu"), "device(type='cpu')"),
+        (np.int64(3), "np.int64(3)"),
+        (dict, "the class dict"),
+        (torch.zeros(2), "Tensor"),
+        ({1: 2}, "dict"),
+        (len, "builtin_function_or_method"),
+    ],
+)
+def test_values_are_shown_in_a_line(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "index"),
+    [(0, "kv"), (1, "kv"), (2, "q, kv"), (3, "h, q, kv"), (4, "b, h, q, kv"), (5, "b, h, q, kv")],
+)
+def test_tensors_are_no_masks(dimensions: int, index: str) -> None:
+    advice = f"; capture the tensor and index it: lambda b, h, q, kv: mask[{index}]"
+    assert index_instead(torch.zeros((2,) * dimensions)) == advice
+    assert not index_instead([True])
