@@ -82,7 +82,7 @@ class _Proof(NamedTuple):
     def holds(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """Return whether the proof is valid for the current data of the tensors."""
         return not self.uses_values and all(
-            to_numbers(known_range(tensors[int(n.attr or 0)], n, dtype)) == ends
+            to_numbers(known_range(tensors[int(n.attr)], n, dtype)) == ends  # type: ignore[arg-type]
             for n, ends in self.ranges
         )
 

@@ -147,7 +147,7 @@ class RangeChecker:
         return _scalar(0), _scalar(size - 1)
 
     def _constant(self, n: Node) -> Interval:
-        if n.type == I32 and not INT_LOW <= int(n.attr or 0) <= INT_HIGH:
+        if n.type == I32 and not INT_LOW <= int(n.attr) <= INT_HIGH:  # type: ignore[arg-type]
             raise BoundsError(
                 f"the constant {n.attr} does not fit {_INT32}; use a smaller one or a float"
             )
@@ -155,7 +155,7 @@ class RangeChecker:
         return value, value
 
     def _loaded(self, n: Node) -> Interval:
-        tensor = self._domain.tensors[int(n.attr or 0)]
+        tensor = self._domain.tensors[int(n.attr)]  # type: ignore[arg-type]
         needed = n.type == I32 or (n.type == F32 and self._truncates)
         if not tensor.numel() or not needed:  # do not read a large tensor without need
             return everything(n, _scalar(0), self._domain.dtype)
@@ -268,7 +268,7 @@ class RangeChecker:
     # --- checks
 
     def _check_index(self, n: Node) -> None:
-        shape = self._domain.tensors[int(n.attr or 0)].shape
+        shape = self._domain.tensors[int(n.attr)].shape  # type: ignore[arg-type]
         for axis, (index, size) in enumerate(zip(n.args, shape, strict=True)):
             if self._range(index).within(-size, size - 1):
                 continue
@@ -316,7 +316,7 @@ class RangeChecker:
     # --- messages
 
     def _name(self, n: Node) -> str:
-        slot = int(n.attr or 0)
+        slot = int(n.attr)  # type: ignore[arg-type]
         return repr(self._names[slot] if slot < len(self._names) else f"t{slot}")
 
     def _at(self, n: Node) -> str:
@@ -342,7 +342,7 @@ class RangeChecker:
 
     def _refuse_index(self, n: Node, axis: int, size: int, values: _Range) -> NoReturn:
         index = n.args[axis]
-        tensor = self._domain.tensors[int(n.attr or 0)]
+        tensor = self._domain.tensors[int(n.attr)]  # type: ignore[arg-type]
         where = f" in dimension {axis}" if tensor.dim() > 1 else ""
         worst = values.high if values.high >= size else values.low
         raise BoundsError(

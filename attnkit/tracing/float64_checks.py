@@ -111,7 +111,7 @@ def _small(n: Node) -> bool:
     If adding such a constant cancels a number, the number is about 1 too, so that its rounding
     error is at most 1e-7.
     """
-    return n.op == "const" and n.type == F32 and abs(float(n.attr or 0)) <= 1
+    return n.op == "const" and n.type == F32 and abs(float(n.attr)) <= 1  # type: ignore[arg-type]
 
 
 def _fits(tensor: Tensor) -> bool:

@@ -271,9 +271,10 @@ class Solver:
 
     def _quotient(self, n: Node, low: Affine | None, high: Affine | None, window: Spans) -> Spans:
         x, by = n.args
-        if by.op != "const" or int(by.attr or 0) < (0 if n.op == "shr" else 1):
+        number = int(by.attr) if by.op == "const" else -1  # type: ignore[arg-type]
+        if number < (0 if n.op == "shr" else 1):
             raise Refusal(self._unknown(n))
-        size = 1 << int(by.attr or 0) if n.op == "shr" else int(by.attr or 0)
+        size = 1 << number if n.op == "shr" else number
         # x // s >= low is x >= s * low, x // s < high is x < s * high
         low, high = (None if end is None else end.scaled(size) for end in (low, high))
         return self._inside(x, low, high, window)

@@ -33,7 +33,7 @@ class Boxes:
 
     def load(self, n: Node, index: Sequence[Interval]) -> Interval:
         """Return the range of load `n` if each index is in its interval (int64, broadcastable)."""
-        slot = int(n.attr or 0)
+        slot = int(n.attr)  # type: ignore[arg-type]
         tensor = self._domain.tensors[slot]
         first, last, code = _boxes(index, tensor.shape)
         codes = torch.unique(code).tolist()

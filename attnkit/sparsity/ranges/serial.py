@@ -33,7 +33,7 @@ def evaluate_serial(
     for n in ir.topo(*roots):
         if n.op != "load" or not n.args or n in checked:
             continue
-        tensor = tensors[int(n.attr or 0)]
+        tensor = tensors[int(n.attr)]  # type: ignore[arg-type]
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             index = evaluate(n.args, env, tensors, dtype, memo=memo, checked=checked, names=names)
             kind = dtype if n.type == F32 else torch.bool if n.type == BOOL else torch.int32
