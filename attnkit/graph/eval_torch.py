@@ -223,11 +223,14 @@ def _check(n: Node, tensor: Tensor, index: list[Tensor], names: Sequence[str]) -
             )
 
 
+def indices(count: int, device: torch.device | str) -> Tensor:
+    """Return 0 to `count` - 1 as int32, the dtype of the arguments b, h, q and kv."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
 def positions(shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the index arguments b, h, q, kv as int32 tensors that broadcast to [B, H, Sq, Skv]."""
     return {
-        name: torch.arange(n, dtype=torch.int32, device=device).view(
-            [n if axis == at else 1 for axis in range(4)]
-        )
+        name: indices(n, device).view([n if axis == at else 1 for axis in range(4)])
         for at, (name, n) in enumerate(zip(("b", "h", "q", "kv"), shape, strict=True))
     }

@@ -18,6 +18,7 @@ from torch import Tensor
 from attnkit.errors import BoundsError, DTypeError, OptionError, ShapeError
 from attnkit.graph import ir
 from attnkit.graph.affine import Sides
+from attnkit.graph.eval_torch import indices
 from attnkit.graph.ir import BOOL, Node
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.sparsity.hierarchical import Grid, Statistics
@@ -166,7 +167,7 @@ def _chunks(
     tiles = -(-q_len // block[0]) * -(-kv_len // block[1])
     pairs = max(1, min(_MAX_POINTS // (q_len + kv_len), _MAX_TILES // tiles))
     b_step, h_step = (max(1, pairs // heads), heads) if pairs >= heads else (1, pairs)
-    all_b, all_h = (torch.arange(n, dtype=torch.int32, device=device) for n in (batch, heads))
+    all_b, all_h = (indices(n, device) for n in (batch, heads))
     for b in all_b.split(b_step):
         for h in all_h.split(h_step):
             yield b, h

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnkit.graph import ir
+from attnkit.graph.eval_torch import indices
 from attnkit.graph.ir import F32, I32, Node
 from attnkit.sparsity.index_ranges import RangeChecker, known_range, to_numbers
 from attnkit.sparsity.ranges.tables import Domain, shared_sides
@@ -96,8 +97,7 @@ def _prove(
 ) -> _Proof:
     q_len, kv_len, batch, heads = sizes
     device = tensors[0].device if tensors else torch.device("cpu")
-    b = torch.arange(batch, dtype=torch.int32, device=device)
-    h = torch.arange(heads, dtype=torch.int32, device=device)
+    b, h = indices(batch, device), indices(heads, device)
     nodes = ir.topo(*roots)
     truncates = any(n.op == "cast" and (n.type, n.args[0].type) == (I32, F32) for n in nodes)
     domain = Domain(tensors, q_len, kv_len, b, h, dtype, shared_sides())

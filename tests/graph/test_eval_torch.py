@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, indices, positions
 from attnkit.graph.ir import F32, arg, load, node
 
 score, kv = arg("score"), arg("kv")
@@ -21,3 +21,18 @@ def test_a_value_with_a_slope_of_its_own() -> None:
     upstream = torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, 4.0]])
     (found,) = torch.autograd.grad(out, x, upstream)
     assert found.tolist() == [[2.0 - 3.0 + 0.5], [-6.0 + 2.0]]  # sums over kv, as x has one column
+
+
+def test_positions_are_int32_and_on_the_device() -> None:
+    cpu = torch.device("cpu")
+    with torch.device("meta"):  # the default device, on which there are no numbers
+        assert indices(4, cpu).tolist() == [0, 1, 2, 3]
+        assert indices(4, "cpu").dtype == torch.int32
+        found = positions((2, 3, 4, 5), cpu)
+    assert {name: tuple(t.shape) for name, t in found.items()} == {
+        "b": (2, 1, 1, 1), "h": (1, 3, 1, 1), "q": (1, 1, 4, 1), "kv": (1, 1, 1, 5),
+    }  # fmt: skip
+    for t in found.values():
+        assert t.dtype == torch.int32
+        assert t.flatten().tolist() == list(range(t.numel()))
+    assert indices(0, "meta").device.type == "meta"

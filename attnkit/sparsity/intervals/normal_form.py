@@ -19,7 +19,7 @@ from torch import Tensor
 from attnkit.errors import BoundsError, DTypeError
 from attnkit.graph import ir
 from attnkit.graph.affine import KV
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, indices
 from attnkit.graph.ir import BOOL, Node
 from attnkit.graph.simplify import FALSE, TRUE, build
 from attnkit.sparsity.index_bounds import check_bounds
@@ -107,10 +107,7 @@ class Intervals:
         batch, heads, q_len, kv_len = self.shape
         device = _device(self.tensors) if device is None else device
         names = (("b", batch, 2), ("h", heads, 1), ("q", q_len, 0))
-        env = {
-            name: torch.arange(size, dtype=torch.int32, device=device).view(-1, *(1,) * after)
-            for name, size, after in names
-        }
+        env = {name: indices(size, device).view(-1, *(1,) * after) for name, size, after in names}
         nodes = [n for pair in self.bounds for n in pair]
         values = evaluate(nodes, env, self.tensors, dtype)
         return [v.to(device).clamp(0, kv_len).expand(batch, heads, q_len) for v in values]
@@ -284,8 +281,7 @@ def _find(
     search: bool,
 ) -> Result:
     batch, heads, q_len, kv_len = shape
-    b = torch.arange(batch, dtype=torch.int32, device=device)
-    h = torch.arange(heads, dtype=torch.int32, device=device)
+    b, h = indices(batch, device), indices(heads, device)
     domain = Domain(mask.tensors, q_len, kv_len, b, h, dtype, shared_sides())
     root, proven = _prepared(mask, domain)
     algebra = SpanAlgebra(domain.sides)

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnkit.errors import BoundsError
 from attnkit.graph import ir
 from attnkit.graph.affine import Q, Side, Terms
-from attnkit.graph.eval_torch import evaluate
+from attnkit.graph.eval_torch import evaluate, indices
 from attnkit.graph.ir import I32, Node, arg, const, load
 from attnkit.graph.simplify import build
 from attnkit.sparsity.index_bounds import check_bounds
@@ -237,7 +237,7 @@ class RowTables:
         self.check(nodes)
         domain = self._domain
         env = {"b": domain.b.view(-1, 1, 1), "h": domain.h.view(-1, 1)}
-        env["q"] = torch.arange(domain.q_len, dtype=torch.int32, device=domain.device)
+        env["q"] = indices(domain.q_len, domain.device)
         entries = len(nodes)
         for name in ir.reads(*nodes):
             entries *= env[name].numel()
