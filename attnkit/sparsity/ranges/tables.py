@@ -124,7 +124,7 @@ class Domain:
             The value of every node, in shapes that broadcast to [b, h, stop - start].
         """
         at = torch.arange(start, stop, dtype=torch.int32, device=self.device)
-        at = (at + self.span(side)[0]).view(1, 1, -1)
+        at = at + self.span(side)[0]
         env = {"b": self.b.view(-1, 1, 1), "h": self.h.view(1, -1, 1)}
         env["kv" if side is Side.KV else "q"] = at
         return evaluate_serial(forms, env, self.tensors, self.dtype)

@@ -161,7 +161,7 @@ def _keys(dims: list[Any]) -> list[Any]:
 
 def _at(p: Any, dim: int, inner: tuple[Node, ...], outer: dict[Any, Node]) -> Node:
     if isinstance(p, Value):
-        index = inner[len(inner) - len(p.sizes) :] if p.sizes else ()
+        index = inner[len(inner) - len(p.sizes) :]
         return p.pick(*(const(0) if n == 1 else i for n, i in zip(p.sizes, index, strict=True)))
     start, step, _ = p
     return build("add", build("mul", outer[dim], const(step)), const(start))

@@ -306,7 +306,7 @@ def _keep_dim(tracer: Tracer, result: Value, dim: Any, keepdim: bool) -> Value:
     axis = _one(dim)
     if axis is None:
         raise ValueError("keepdim needs a dim")
-    return _unsqueeze(tracer, result, axis if axis >= 0 else len(result.sizes) + 1 + axis)
+    return _unsqueeze(tracer, result, axis)
 
 
 _register_conversions()
