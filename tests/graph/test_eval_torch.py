@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnkit.graph.eval_torch import evaluate, indices, positions
-from attnkit.graph.ir import F32, arg, load, node
+from attnkit.graph.ir import F32, arg, const, load, node
 
 score, kv = arg("score"), arg("kv")
 
@@ -36,3 +36,10 @@ def test_positions_are_int32_and_on_the_device() -> None:
         assert t.dtype == torch.int32
         assert t.flatten().tolist() == list(range(t.numel()))
     assert indices(0, "meta").device.type == "meta"
+
+
+def test_a_constant_with_a_slope_is_on_the_device_of_the_scores() -> None:
+    scores = torch.empty(2, 3, device="meta")
+    root = node("with_slope", const(3.0), score, const(2.0))
+    (found,) = evaluate([root], {"score": scores}, [])
+    assert (found.shape, found.device.type) == ((2, 3), "meta")

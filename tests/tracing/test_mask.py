@@ -240,3 +240,10 @@ def test_masks_per_head_are_named_by_their_parts() -> None:
     assert repr(mask) == "per_head([own, causal(), own])"
     with pytest.raises(ArgumentError, match="one mask per batch entry in a list, got 3"):
         per_batch(3)  # type: ignore[arg-type]
+
+
+def test_a_complement_of_a_complement_is_the_mask() -> None:
+    mask = masks.causal()
+    assert ~~mask is mask
+    assert repr(~mask) == "~causal()"
+    assert ~~(mask & ~mask) is not mask

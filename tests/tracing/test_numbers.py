@@ -138,3 +138,12 @@ def test_rounded_numbers() -> None:
     assert with_numbers(rounded, [], [1.001]) is ir.const(1.0)
     kept = ir.node("round", ir.arg("score"), attr="bfloat16")
     assert with_numbers(kept, [], []) is kept
+
+
+@pytest.mark.parametrize(("op", "number"), [("wrap_add", -(2**31)), ("wrap_sub", 2**31 - 1)])
+def test_operations_up_to_the_ends_of_int32_do_not_wrap(op: str, number: int) -> None:
+    step = ir.node("where", ir.node("lt", ir.arg("q"), ir.arg("kv")), ir.const(0), ir.const(1))
+    root = ir.node(op, ir.number(0, ir.I32), step)
+    assert with_numbers(root, [number], []).op == op.removeprefix("wrap_")
+    other = ir.node({"wrap_add": "wrap_sub", "wrap_sub": "wrap_add"}[op], *root.args)
+    assert with_numbers(other, [number], []).op.startswith("wrap_")

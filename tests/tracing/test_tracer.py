@@ -571,3 +571,18 @@ def test_functions_of_captured_slices_run_at_once() -> None:
     assert_same(
         lambda s, b, h, q, kv: s + torch.block_diag(*[PLANE[:2], PLANE[4:]])[q % 4, kv % 8], "score"
     )
+
+
+def test_products_of_scores_with_matrices_that_are_not_square() -> None:
+    def of_scores(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        row = torch.stack([s, s * 2, q / 4, kv / 4, s - 1, s * s])
+        return (row @ FOLDED[h])[kv % 4] + (FOLDED[h] @ row[:4])[q % 6]
+
+    assert_same(of_scores, "score")
+    for dim in (-2, -1, 0, 1):
+        assert_same(
+            lambda s, b, h, q, kv, dim=dim: (
+                s + FOLDED[h].sum(dim, keepdim=True)[(q % 6, 0) if dim in (-1, 1) else (0, kv % 4)]
+            ),
+            "score",
+        )

@@ -476,3 +476,10 @@ def test_a_mask_that_keeps_nothing_has_no_rows_on_any_device() -> None:
         rows = found.rows()
     assert (rows.shape, rows.dtype, rows.device.type) == ((1, 1, 5, 0, 2), torch.int32, "cpu")
     assert found.rows(device=torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["q_len", "kv_len", "batch", "heads", "most"])
+def test_a_wrong_size_is_named(name: str) -> None:
+    sizes = {"q_len": 4, "kv_len": 4, "batch": 1, "heads": 1, name: 0}
+    with pytest.raises(OptionError, match=f"^{name} must be a positive int, got 0"):
+        find_intervals(trace(lambda b, h, q, kv: q >= kv, "mask"), **sizes)  # type: ignore[arg-type]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attnkit import masks
 from attnkit.sparsity.intervals.normal_form import intervals_of
+from attnkit.util import caches
 
 # mask -> the intervals of its rows at length 96 and the tables of their ends, or why it has none
 TEXTS = {
@@ -278,3 +280,14 @@ def test_texts(name: str) -> None:
         count = sum("computed once" not in line for line in TEXTS[name])
         assert lines.pop(0) == f"{count} interval{'s' * (count != 1)} a row"
     assert [line.strip() for line in lines] == TEXTS[name]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_ends_are_on_the_device_of_the_mask(name: str) -> None:
+    """Nothing is on the default device."""
+    e = masks.examples(96)[name]
+    caches.clear_all()
+    with torch.device("meta"):  # on which nothing can be computed by mistake
+        found = intervals_of(e.mask, q_len=e.q_len, kv_len=e.kv_len, batch=e.batch, heads=e.heads)
+    lines = str(found).splitlines()
+    assert [line.strip() for line in lines[lines[0][0].isdigit() :]] == TEXTS[name]
