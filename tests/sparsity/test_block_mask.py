@@ -115,3 +115,14 @@ def test_repr() -> None:
     text = repr(create_block_mask(causal, None, None, 256, 256))
     assert "shape=(1, 1, 256, 256)" in text
     assert "sparsity=25.0%" in text
+
+
+def test_tables_may_have_any_strides() -> None:
+    random = torch.Generator().manual_seed(0)
+    whole = torch.rand(40, 60, generator=random) > 0.9
+    for table in (whole[:30, :50], whole.t()[:30, :40], whole[::2, ::2][:20, :30]):
+        sizes = tuple(table.shape)
+        mask = lambda b, h, q, kv, table=table: table[q, kv]
+        found = create_block_mask(mask, None, None, *sizes, device="cpu", BLOCK_SIZE=10).to_dense()
+        expected = table.contiguous().view(-1, 10, sizes[1] // 10, 10)
+        assert torch.equal(found[0, 0] > 0, expected.any(3).any(1))

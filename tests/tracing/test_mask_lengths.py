@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -187,3 +188,23 @@ def test_lengths_as_a_value() -> None:
     some = Mask(plain, "m()", lengths=((3, 5), None))
     with pytest.raises(ShapeError, match="query length 3 to 5, got 6"):
         create_block_mask(some, None, None, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (3, r"lengths must be a (query, kv) pair or None, got 3"),
+        ((1, 2, 3), r"lengths must be a (query, kv) pair or None, got (1, 2, 3)"),
+        (
+            (None, 0),
+            "each of lengths must be None, a positive int, or (least, most), got (None, 0)",
+        ),
+        (
+            (2.5, None),
+            "each of lengths must be None, a positive int, or (least, most), got (2.5, None)",
+        ),
+    ],
+)
+def test_wrong_lengths_are_shown(lengths: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
+        Mask(lambda b, h, q, kv: q >= kv, lengths=lengths)
