@@ -105,7 +105,8 @@ def config_of(
         # a second P buffer would serialise the products: no branch separates them from its writes
         kind = "sigmoid" if form.weight == "sigmoid" else "none"
         config |= {"softmax": kind, "double_buffer_p": False}
-    elif not wide and _slope_in_mma(form, config):
+    elif form.only_slope and max(head_dim, head_dim_v) <= 128:
+        # at larger head dims the operands fit neither in shared memory nor in registers
         config["slope_in_mma"] = True
     elif (
         form.ceiling is not None
@@ -126,18 +127,6 @@ def config_of(
         # the terms per column, or exponents, occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
-
-
-def _slope_in_mma(form: ScoreForm, config: dict[str, Any]) -> bool:
-    """Return whether the kernel with this config adds the slope's term by its MMAs.
-
-    The extra operands do not fit in shared memory, or in registers, at head dims above 128.
-    """
-    from attnkit.templates.sm90.config import SMEM_BYTES, ForwardConfig
-
-    settings = ForwardConfig(**config | {"slope_in_mma": True})
-    fits = settings.chained and settings.smem_bytes <= SMEM_BYTES
-    return form.only_slope and fits
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
