@@ -48,7 +48,7 @@ def slope_mma(block_kv: int) -> cute.TiledMma:
 
 
 def middle(block_kv: int) -> int:
-    """Return the column of a block from which its columns are counted."""
+    """Return the middle column of a block: the extra columns hold 0 there."""
     return block_kv // 2
 
 

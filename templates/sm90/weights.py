@@ -69,7 +69,7 @@ def _all_small(acc_s: cute.Tensor) -> Boolean:
 
 
 def _write_mixed(acc_s: cute.Tensor) -> None:
-    """Replace x by its sigmoid, every second pair with a reciprocal of the MUFU unit.
+    """Replace x by its sigmoid in place; every second pair shares one reciprocal of the MUFU unit.
 
     The MUFU unit has time for some reciprocals besides the powers, and the FMA units for the others.
     """
