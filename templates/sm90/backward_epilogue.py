@@ -368,42 +368,46 @@ class Epilogue:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        total = 0 if const_expr(self.config.accumulate) else items.shape[0]
-        for first in cutlass.range(WARP * cta, total, WARP * ctas, unroll=1):
-            item = cutlass.min(first + lane, total - 1)
+        c = self.config
+        total = 0 if const_expr(c.accumulate) else items.shape[0]
+        # Masked kv blocks are neighbours in the list, so neighbours belong to different CTAs.
+        for first in cutlass.range(cta, total, WARP * ctas, unroll=1):
+            item = cutlass.min(first + ctas * lane, total - 1)
             blocks = items[item, WorkItem.NUM_PARTIAL] + items[item, WorkItem.NUM_FULL]
-            masked = (blocks == 0) & (first + lane < total)
+            masked = (blocks == 0) & (first + ctas * lane < total)
             lanes = cute.arch.vote_ballot_sync(masked)
             while lanes != 0:
-                index = first + cute.arch.popc((lanes & -lanes) - 1)
+                index = first + ctas * cute.arch.popc((lanes & -lanes) - 1)
                 lanes = lanes & (lanes - 1)
                 place = (
                     items[index, WorkItem.KV_BLOCK],
                     items[index, WorkItem.HEAD],
                     items[index, WorkItem.BATCH],
                 )
-                for target in (grad_key, grad_value):
-                    self.zero(target, place)
+                self.zero(grad_key, c.head_dim, place)
+                self.zero(grad_value, c.head_dim_v, place)
 
     @cute.jit
-    def zero(self, target: cute.Tensor, place: tuple):
+    def zero(self, target: cute.Tensor, width: cutlass.Constexpr, place: tuple):
         """Write zeros to a kv block of a gradient, by one warp.
 
         Args:
             target: the gradient, [S, D, H, B].
+            width: its head dim, rounded up to that of the kernel.
             place: the kv block, head and batch element.
         """
         kv_block, h, b = place
         lane = cute.arch.lane_idx()
-        vectors = target.shape[1] // VECTOR
+        vectors = width // VECTOR  # of a row; a constant, because division is slow
         first = kv_block * self.config.block_kv
-        rows = cutlass.min(Int32(self.config.block_kv), target.shape[0] - first)
-        zeros = cute.make_rmem_tensor(VECTOR, self.dtype)  # dtype [8]
-        zeros.fill(0.0)
-        for i in cutlass.range(lane, rows * vectors, WARP, unroll=1):
-            at = first + i // vectors, i % vectors * VECTOR, h, b
-            to = cute.domain_offset(at, target).iterator
-            cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(VECTOR)))
+        zeros = cute.make_rmem_tensor(4, Int32)  # 8 of the dtype
+        zeros.fill(0)
+        words = [zeros[k] for k in range(4)]
+        for i in cutlass.range(lane, self.config.block_kv * vectors, WARP, unroll=4):
+            row, column = first + i // vectors, i % vectors * VECTOR
+            inside = (row < target.shape[0]) & (column < target.shape[1])
+            to = cute.domain_offset((row, column, h, b), target).iterator
+            device.store_where(inside, to, words)
 
 
 def wait_staging_empty(wg: Any) -> None:
