@@ -32,6 +32,7 @@ from attnkit.graph.learned_loads import learned_loads, unit_gradient
 from attnkit.graph.staging import Level, column_axis, index_level, index_repeats, level_of
 
 _ONE = const(1.0)
+_GRAD = arg("grad")
 
 
 class GraphBackward(GraphForward, LearnedIndices):
@@ -68,6 +69,8 @@ class GraphBackward(GraphForward, LearnedIndices):
             that need a gradient.
         gradient_repeats: for each load with a gradient, whether several scores of a row or of a
             diagonal may read the same element, see `index_repeats`. False for `large` tensors.
+        gradient_is_dscore: whether the gradient of the score, and of every load with a gradient, is
+            that of the modified score, as for a learned bias.
         gradient_by_block: for each load with a gradient, whether it may read one element per column
             in all rows of a q block, see `block_loads`. It does so where all rows have the same
             `row_values`.
@@ -94,7 +97,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         one_hot: bool = False,
     ) -> None:
         tables = frozenset[int]() if facts is None else facts.tables
-        dscore = arg("grad") if root is None else adjoint(root).dscore
+        dscore = _GRAD if root is None else adjoint(root).dscore
         learned = learned_loads(root, needs_grad, row_sums, softmax)
         by_score = learned.scores
         if one_hot:
@@ -107,6 +110,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         self.row_factors = bool(learned.factors)
         self._dscore = unscaled(dscore, tables)
         self._slope = unscaled(unit_gradient(dscore), tables)
+        gradients = self._dscore, *self._cotangents
         self.has_derivative = self._slope is not _ONE
         # with a derivative of the score_mod, no registers are left for a separate distance term
         if softmax:
@@ -114,6 +118,9 @@ class GraphBackward(GraphForward, LearnedIndices):
             _, form = split_row(form)  # the preprocess subtracts these terms from the LSE
         else:
             form = weight_form(root, split_sigmoid=False, facts=facts)
+        nodes = (form.factor, form.bias, form.slope, form.distance, self._slope, *gradients)
+        given = [root, mask, *(n for pair in ends or () for n in pair)]
+        indices = indices.with_new_loads(nodes, given)
         super().__init__(
             form,
             mask,
@@ -126,6 +133,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.has_distance_term = form.distance is not None
         self.gradient_levels: tuple[str, ...] = tuple(index_level(load) for load in self._loads)
+        self.gradient_is_dscore = all(one is _GRAD for one in gradients)
         self.gradient_repeats: tuple[bool, ...] = tuple(
             level in (Level.RELATIVE, Level.ELEMENT)
             and index_repeats(load)

@@ -10,7 +10,7 @@ the sequence lengths alone are not clamped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnkit.codegen.nonnegative import NOTHING, Known, ranges_of
 from attnkit.graph import ir
@@ -33,6 +33,21 @@ class LoadIndices:
     def wraps(self, load: Node) -> bool:
         """Return whether an index of `load` may be negative, and then counts from the end."""
         return self.wrap is None or load in self.wrap
+
+    def with_new_loads(
+        self, nodes: Iterable[Node | None], given: Iterable[Node | None]
+    ) -> LoadIndices:
+        """Return a copy that wraps the indices of all loads in `nodes` that are not in `given`.
+
+        A rewrite of the graphs for which this was computed may have made such loads.
+        """
+        if self.wrap is None:
+            return self
+        loads, known = (
+            {n for n in ir.topo(*(r for r in roots if r is not None)) if n.op == "load"}
+            for roots in (nodes, given)
+        )
+        return replace(self, wrap=self.wrap | (loads - known))
 
     def flags(self, nodes: Iterable[Node]) -> list[tuple[bool, bool]]:
         """Return (whether it wraps, whether it is clamped) for each load among `nodes`."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from attnkit.codegen.load_indices import data_bound
+from attnkit.codegen.load_indices import LoadIndices, data_bound
+from attnkit.codegen.nonnegative import wrapping
 from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
@@ -548,11 +549,11 @@ def _kernels(
         *(_mask_argument(t, captured, device) for t in graphs.masks),
     )
     kinds = tensor_kinds(read_captured(arguments, captured, device))
-    clamp = _clamped(graphs, query, key)
+    indices = _load_indices(graphs, query, key)
     numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
-    before, after = row_work(program.score, settings, kinds, needs_grad, clamp)
+    before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
     table = None
     if settings.one_hot:
         ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
@@ -566,7 +567,7 @@ def _kernels(
         work=work,
         preprocess=preprocess_source(settings, with_lse, before, checks, reads_sink + with_sink),
         main=main_source(
-            program, graphs.bounds, settings, kinds, needs_grad, large, clamp, graphs.facts
+            program, graphs.bounds, settings, kinds, needs_grad, large, indices, graphs.facts
         ),
         postprocess=_postprocess(rounding, work, after),
         shifts=before is not None,
@@ -588,8 +589,8 @@ def odd_rows(table: Tensor) -> Tensor:
     return copy.copy_(table.detach())
 
 
-def _clamped(graphs: KernelGraphs, query: Tensor, key: Tensor) -> frozenset[Node]:
-    """Return the loads whose index is clamped because only captured data keeps it in bounds.
+def _load_indices(graphs: KernelGraphs, query: Tensor, key: Tensor) -> LoadIndices:
+    """Return the loads whose index may be negative, and those whose index is clamped.
 
     In the bounds the argument `q` stands for the kv position of a column.
     """
@@ -602,11 +603,11 @@ def _clamped(graphs: KernelGraphs, query: Tensor, key: Tensor) -> frozenset[Node
     parts.append((ends, graphs.masks, sizes | {"q": key.shape[2]}, of_mask))
     if bounds is None and graphs.mask is not None:
         parts.append(([graphs.mask], graphs.masks, sizes, of_mask))
-    loads = [
-        data_bound(roots, own, [t.shape for t in tensors], dict(known))
-        for roots, tensors, own, known in parts
-    ]
-    return frozenset().union(*loads)
+    wrap, clamp = frozenset[Node](), frozenset[Node]()
+    for roots, tensors, own, known in parts:
+        wrap |= wrapping(roots, own, dict(known))
+        clamp |= data_bound(roots, own, [t.shape for t in tensors], dict(known))
+    return LoadIndices(wrap, clamp)
 
 
 def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:

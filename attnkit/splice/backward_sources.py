@@ -141,7 +141,7 @@ def main_source(
     captured: tuple[TensorKind, ...],
     needs_grad: tuple[bool, ...],
     large: tuple[int, ...],
-    clamp: frozenset[Node],
+    indices: LoadIndices,
     facts: NumberFacts | None = None,
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
@@ -153,13 +153,12 @@ def main_source(
         captured: kinds of the captured tensors that the kernel reads.
         needs_grad: for each tensor that the score captures, whether its gradient is needed.
         large: numbers of the score's tensors whose gradient has offsets of more than 31 bits.
-        clamp: loads of the graphs and bounds whose index the kernel clamps to the tensor's bounds.
+        indices: the loads of the graphs and bounds whose index the kernel wraps or clamps.
         facts: what is known of numbers that the score_mod reads from tables.
     """
 
     roots = [n for n in (program.score, program.mask) if n is not None]
     roots += [n for pair in bounds or () for n in pair]
-    indices = LoadIndices(wrapping_unless_tables(roots), clamp)
 
     def build() -> Build:
         from attnkit.codegen.backward_hooks import GraphBackward
@@ -196,8 +195,8 @@ def main_source(
 
     intervals = "" if bounds is None else ir.text(*(n for pair in bounds for n in pair))
     shape = (len(bounds) if bounds is not None else None, captured, needs_grad, large)
-    clamped = [clamp for _, clamp in indices.flags(ir.topo(*roots))]
-    parts = ["backward", program.text, intervals, str(settings), str(shape), str(clamped)]
+    flags = indices.flags(ir.topo(*roots))
+    parts = ["backward", program.text, intervals, str(settings), str(shape), str(flags)]
     if facts is not None:
         parts.append(f"numbers {sorted(facts.tables)} {facts.positive}")
     key = "\n".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnkit.codegen.distance_tables import distance_tables
-from attnkit.codegen.load_indices import data_bound, wrapping_unless_tables
+from attnkit.codegen.load_indices import LoadIndices, data_bound, wrapping_unless_tables
 from attnkit.codegen.nonnegative import wrapping
 from attnkit.graph import ir
 from attnkit.tracing.tracer import trace
@@ -44,6 +44,15 @@ def test_indices_that_the_lengths_or_a_clamp_bound_are_not() -> None:
     assert clamped(lambda s, b, h, q, kv: s + TABLE[IDS[q] % 8]) == [False]
     assert clamped(lambda s, b, h, q, kv: s + TABLE[IDS[q].clamp(-8, 7)]) == [False]
     assert clamped(lambda s, b, h, q, kv: s + TABLE[(IDS[q] > IDS[kv]).int()]) == [False]
+
+
+def test_loads_that_a_rewrite_makes_wrap() -> None:
+    root = trace(lambda s, b, h, q, kv: s + TABLE[h] + TABLE[q - 4], "score").root
+    other = trace(lambda s, b, h, q, kv: s + TABLE[h] + TABLE[kv], "score").root
+    made = LoadIndices(wrapping([root], SIZES)).with_new_loads([other, None], [root, None])
+    loads = {n for n in ir.topo(root, other) if n.op == "load"}
+    assert {ir.formula(n) for n in loads if made.wraps(n)} == {"t0[q - 4]", "t0[kv]"}
+    assert LoadIndices().with_new_loads([other], [root]) == LoadIndices()
 
 
 def test_only_indices_of_tables_by_distance_never_wrap() -> None:
