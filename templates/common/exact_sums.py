@@ -54,11 +54,20 @@ class ExactSums:
         place = self.place_of(i, site, total, None, None)
         self.add_where(cute.arch.lane_idx() == 0, place, value)
 
-    @cute.jit
-    def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        """Add `value` to the float32 at `target` in global memory where `condition` holds."""
-        if condition:
-            cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+    def add_at(self, condition: Any, target: cute.Pointer, value: Any) -> None:
+        """Add `value` to the float32 at `target` in global memory where `condition` holds.
+
+        By predication: a branch would cost more than the addition, and separate the lanes.
+        """
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
+            " @p red.relaxed.gpu.global.add.f32 [{$r1}], {$r2}; }",
+            read_only_args=[
+                cutlass.select_(condition, Int32(1), Int32(0)),
+                target.toint(),
+                Float32(value),
+            ],
+        )
 
     @cute.jit
     def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
