@@ -235,12 +235,15 @@ class BackwardHooks(ForwardHooks, Protocol):
             diagonals or scores may read the same element of its tensor; False at other levels.
         gradient_by_block: for each learned load, whether it may read one element per column in all
             rows of a q block. It does so where all rows have the same `row_values`.
+        gradient_is_dscore: whether the gradient of the score, and of every learned load, is that of
+            the modified score: `dscore` would return what it got.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
 
     has_derivative: bool
     gradient_by_block: tuple[bool, ...]
+    gradient_is_dscore: bool
     loads_per_score: bool
     has_distance_term: bool
     row_factors: bool

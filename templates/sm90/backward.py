@@ -45,7 +45,7 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
-from attnkit.templates.sm90.backward_captured_grads import CapturedGrads
+from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, follows_p
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
 from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce
@@ -151,9 +151,10 @@ class Backward:
         self.lse_in_mma = LseInMma(config, hooks)
         self.producer = Producer(config)
         alibi = Alibi(hooks, config.block_q, self.lse_in_mma.with_slope)
-        needs_p = hooks.has_derivative or hooks.gradient_levels or config.weights
-        late = not (needs_p or config.rounded)
-        self.softmax = SoftmaxBackward(config, hooks, alibi, late)
+        # whether gradients of captured tensors are computed from S and dP together
+        self.by_score = bool(hooks.gradient_levels) and not follows_p(config, hooks)
+        late = not (hooks.has_derivative or self.by_score or config.weights or config.rounded)
+        self.softmax = SoftmaxBackward(config, hooks, alibi, late, self.by_score)
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)
         self.epilogue = Epilogue(config)
@@ -575,7 +576,7 @@ class Backward:
         to_dq = ds  # what dQ = dS K reads from shared memory
         s, phase = q_stage(c, q_count), q_phase(c, q_count)
         v_empty = bars.load.v_empty + out.wg
-        if self.hooks.gradient_levels:
+        if self.by_score:
             warpgroup.wait_group(0)
             self.release_last(last, v_empty)
             self.captured_grads.compute_p_ds(block, tile, mma.s, p, mma.dp, ds, sums, first)
@@ -588,7 +589,9 @@ class Backward:
             entropy = self.softmax.entropy_factors(w.entropy_grads, block, tile, groups)
             warpgroup.wait_group(0)  # dP is complete
             self.release_last(last, v_empty)
-            if factors is not None:
+            if self.hooks.gradient_levels:
+                self.captured_grads.compute_ds(block, tile, mma.s, p, mma.dp, ds, sums)
+            elif factors is not None:
                 to_dq = self.row_slopes.compute_ds(mma.s, mma.dp, factors, ds, p, dropout)
             else:
                 self.softmax.compute_ds(mma.s, p, mma.dp, block.delta, ds, entropy, dropout)
@@ -694,11 +697,12 @@ class Backward:
 
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
-    if hooks.has_derivative or hooks.gradient_levels or hooks.loads_per_score or config.weights:
+    by_score = hooks.gradient_levels and not follows_p(config, hooks)
+    if hooks.has_derivative or by_score or config.weights:
         return 0
-    # a mask that is evaluated per score needs registers, and so does a q block of 128 rows
+    # each of these needs registers, and so does a q block of 128 rows: there is room for one
     by_element = hooks.has_mask and hooks.intervals is None
-    if config.rounded and by_element:
+    if config.rounded + by_element + hooks.loads_per_score > 1:
         return 0
     return HELD_STEPS // 2 if config.with_dropout else HELD_STEPS
 

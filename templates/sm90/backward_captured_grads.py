@@ -16,14 +16,27 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from attnkit.templates.common import device
+from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.work_tile import APPLY_MASK
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
 
+# Levels of loads whose index needs no value of the score's stages.
+POSITIONS = frozenset({"head", "column", "row", "relative"})
 # number of values that a thread sums over a work tile, by the level of the load
 RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
+
+
+def follows_p(config: BackwardConfig, hooks: BackwardHooks) -> bool:
+    """Return whether P can be computed while dP is, because gradients need dS alone.
+
+    Otherwise the scores are needed with dP, and a thread has no registers for both P and them.
+    """
+    fits = not (config.weights or config.with_entropy or config.with_dropout or config.rounded)
+    known = hooks.gradient_is_dscore and POSITIONS.issuperset(hooks.gradient_levels)
+    return bool(hooks.gradient_levels) and fits and known
 
 
 class CapturedGrads(PlaceRuns):
@@ -50,6 +63,47 @@ class CapturedGrads(PlaceRuns):
         """Set the sums of the previous work tile, which are in memory, to 0."""
         sums.running.fill(0.0)
         self.begin_runs(sums.runs)
+
+    def compute_ds(
+        self, block: QBlock, tile: KvBlock, probs: cute.Tensor, p: cute.Tensor, dp: cute.Tensor,
+        ds: cute.Tensor, sums: CapturedSums,
+    ) -> None:  # fmt: skip
+        """Write P and dS in the dtype, and add the gradients of captured tensors: sums of dS.
+
+        This is for `follows_p`. Masked P are 0, so that the mask is not needed again.
+
+        Args:
+            block: the q block.
+            tile: values of the kv block.
+            probs: f32 P.
+            p: P in the dtype, written.
+            dp: f32 dP - delta.
+            ds: dS in the dtype, written.
+            sums: sums of the gradients of captured tensors.
+        """
+        site, columns = tile.site, tile.columns
+        first = self.softmax.first_row(block)
+        pairs, results = cute.recast_tensor(p, Int32), cute.recast_tensor(ds, Int32)
+        learned = self.hooks.gradient_levels
+        diagonals: list[Any] = [Diagonals() if level == "relative" else None for level in learned]
+        d0 = first - tile.first_column  # not clamped to the tensors: lanes are offset from it
+        for g in range(cute.size(probs) // 4):
+            ps = [probs[4 * g + i] for i in range(4)]
+            grads = [x * dp[4 * g + i] for i, x in enumerate(ps)]
+            for k in range(2):
+                pairs[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
+                results[2 * g + k] = device.pack(grads[2 * k], grads[2 * k + 1], self.dtype)
+            rows = [(cutlass.min(first + 8 * g + k, site.q_len - 1),) for k in range(2)]
+            at = 0
+            for i, level in enumerate(learned):
+                if level == "relative":
+                    self._add_along(i, diagonals[i].take(grads), d0, site, sums)
+                else:
+                    self._add(i, level, at, site, rows, columns, grads, [], sums)
+                at += RUNNING[level]
+        for i, one in enumerate(diagonals):
+            if one is not None:
+                self._add_along(i, one.rest(), d0, site, sums)
 
     @cute.jit
     def compute_p_ds(
@@ -232,10 +286,9 @@ class CapturedGrads(PlaceRuns):
         lane = cute.arch.lane_idx()
         start = d0 - 2 * (lane % 4) + lane // 4  # of the warp's first row and column
         for offset, value in diagonals:
-            d = start + offset
-            q = cutlass.min(cutlass.max(d, Int32(0)), site.q_len - 1)
-            kv = cutlass.min(cutlass.max(-d, Int32(0)), site.kv_len - 1)
-            place = self.place_of(i, site, total, q, kv)
+            # The index depends on q - kv alone. Beyond the ends of the tensors, the sum is 0.
+            d = cutlass.min(cutlass.max(start + offset, 1 - site.kv_len), site.q_len - 1)
+            place = self.place_of(i, site, total, d, Int32(0))
             self.add_each(i, total, sums.runs, [place], [value])
 
     def _add(

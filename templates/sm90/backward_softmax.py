@@ -99,15 +99,19 @@ class SoftmaxBackward:
         hooks: hooks of the variant.
         alibi: terms that are linear in kv - q.
         late: round P in `compute_ds`, where dS is rounded, instead of in `compute_p`.
+        keeps_scores: keep the scores in `compute_p`, because dS is computed from them; None if
+            gradients are summed score by score.
     """
 
     def __init__(
-        self, config: BackwardConfig, hooks: BackwardHooks, alibi: Alibi, late: bool = False
-    ) -> None:
+        self, config: BackwardConfig, hooks: BackwardHooks, alibi: Alibi, late: bool = False,
+        keeps_scores: bool | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.hooks = hooks
         self.alibi = alibi
         self.late = late
+        self.keeps_scores = bool(hooks.gradient_levels) if keeps_scores is None else keeps_scores
         self.dtype = device.DTYPES[config.dtype]
 
     def begin(self, site: Site, offset: Any, dropout: DropoutState | None) -> KvBlock:
@@ -153,7 +157,7 @@ class SoftmaxBackward:
 
         Without a softmax, `slopes` receives J.
 
-        If gradients are summed score by score, `slopes` receives the unchanged scores. With
+        With `keeps_scores`, `slopes` receives the unchanged scores. With
         `row_factors`, it receives P, and `factors` receives J. If `rounded`,
         `slopes` is not written, because the slope is 1. If `late`, `p` is not written: `compute_ds`
         rounds P.
@@ -194,7 +198,7 @@ class SoftmaxBackward:
                     for k, half in zip(keep, (0xFFFF, -0x10000), strict=True)
                 )
                 pairs[i // 2] = pairs[i // 2] & (low | high)
-            if not (self.config.rounded or self.hooks.gradient_levels):
+            if not (self.config.rounded or self.keeps_scores):
                 for k in range(2):
                     slopes[i + k] = cutlass.select_(keep[k], slopes[i + k], Float32(0.0))
 
@@ -211,6 +215,10 @@ class SoftmaxBackward:
         """Implement `compute_p`; `masked` is None for a block that may need the mask afterwards."""
         hooks = self.hooks
         first = self.first_row(block)
+        if masked and hooks.loads_per_score:
+            # Otherwise both copies share their sums of row positions, in a form from which the
+            # compiler cannot tell that the addresses of an unmasked block differ by constants.
+            first = device.recomputed(first, block.word)
         out = cute.recast_tensor(p, Int32)  # pairs of the dtype
         bits = self.mask_bits(block, tile, first) if masked else []
         shared: dict[Any, Any] = {}
@@ -236,7 +244,7 @@ class SoftmaxBackward:
                     out[2 * g + k] = device.pack(ps[2 * k], ps[2 * k + 1], self.dtype)
             if not self.config.rounded:
                 for i, w in enumerate(ws):
-                    slopes[4 * g + i] = scores[4 * g + i] if hooks.gradient_levels else w
+                    slopes[4 * g + i] = scores[4 * g + i] if self.keeps_scores else w
 
     def score_weights(self, ps: list[Any], slope: list[Any] | None) -> list[Any]:
         """Return P J, the factor of dP - delta in dS; without a softmax J."""

@@ -205,6 +205,10 @@ MODS: dict[str, tuple[Callable[..., Mod], Callable[[], list[Tensor]]]] = {
     "column": (lambda w: lambda s, b, h, q, kv: s + w[b, kv], lambda: [torch.randn(1, 200)]),
     "row": (lambda w: lambda s, b, h, q, kv: s * w[h, q], lambda: [torch.randn(2, 200)]),
     "relative": (lambda w: lambda s, b, h, q, kv: s + w[h, q - kv], lambda: [torch.randn(2, 400)]),
+    "bias": (
+        lambda t, c, z: lambda s, b, h, q, kv: s + t[h, q - kv + 199] + c[b, kv] + z[h],
+        lambda: [torch.randn(2, 400), torch.randn(1, 200), torch.randn(2)],
+    ),
     "two": (
         lambda v, w: lambda s, b, h, q, kv: torch.tanh(s * v[h]) + w[kv // 8] * w[q // 8],
         lambda: [torch.rand(2), torch.randn(25)],

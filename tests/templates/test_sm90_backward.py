@@ -150,6 +150,14 @@ def test_gradients_of_captured_tensors(name: str) -> None:
     check(draw(200), mod, CAUSAL, captured())
 
 
+@pytest.mark.parametrize("name", ["every position", "one by one"])
+def test_learned_biases(name: str) -> None:
+    """Masked scores add nothing to the gradients of a bias, which are sums of dS."""
+    mod, captured = MODS["bias"]
+    keep = {"every position": None, "one by one": lambda b, h, q, kv: ((q ^ kv) & 5) != 0}[name]
+    check(draw(200), mod, keep, captured())
+
+
 def test_the_option_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     plain = splice_backward.prepare
