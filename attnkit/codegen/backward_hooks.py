@@ -75,6 +75,8 @@ class GraphBackward(GraphForward, LearnedIndices):
             in all rows of a q block, see `block_loads`. It does so where all rows have the same
             `row_values`.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
+        loads_per_element: whether one is read for every score, at a place that depends on more than
+            q - kv.
         has_distance_term: whether the kernel itself adds a term `distance * (kv - q)` to x, see
             `distance_term`. This requires that the derivative of the score_mod is 1.
     """
@@ -161,10 +163,10 @@ class GraphBackward(GraphForward, LearnedIndices):
             repeats and load in self._block_loads.loads
             for load, repeats in zip(self._loads, self.gradient_repeats, strict=True)
         )
-        self.loads_per_score = any(
-            n.op == "load" and level_of(n) in (Level.RELATIVE, Level.ELEMENT)
-            for n in ir.topo(*self._score.roots, *self._mask_stages.roots)
-        )
+        emitted = ir.topo(*self._score.roots, *self._mask_stages.roots)
+        levels = {level_of(n) for n in emitted if n.op == "load"}
+        self.loads_per_element = Level.ELEMENT in levels
+        self.loads_per_score = self.loads_per_element or Level.RELATIVE in levels
 
     def head(self, site: Any) -> Values:
         """Emit the values that depend on the head alone; called once per tile."""

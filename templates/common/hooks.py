@@ -238,6 +238,8 @@ class BackwardHooks(ForwardHooks, Protocol):
         gradient_is_dscore: whether the gradient of the score, and of every learned load, is that of
             the modified score: `dscore` would return what it got.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
+        loads_per_element: whether one is read for every score, at a place that depends on more than
+            q - kv.
         has_distance_term: whether `distance_term` returns a term.
     """
 
@@ -245,6 +247,7 @@ class BackwardHooks(ForwardHooks, Protocol):
     gradient_by_block: tuple[bool, ...]
     gradient_is_dscore: bool
     loads_per_score: bool
+    loads_per_element: bool
     has_distance_term: bool
     row_factors: bool
     gradient_levels: tuple[str, ...]

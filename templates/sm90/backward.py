@@ -698,10 +698,11 @@ class Backward:
 def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
     """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
     by_score = hooks.gradient_levels and not follows_p(config, hooks)
-    if hooks.has_derivative or by_score or config.weights:
+    sums_by_place = any(hooks.gradient_repeats) or config.one_hot
+    if hooks.has_derivative or by_score or config.weights or sums_by_place:
         return 0
     # each of these needs registers, and so does a q block of 128 rows: there is room for one
-    by_element = hooks.has_mask and hooks.intervals is None
+    by_element = hooks.loads_per_element or (hooks.has_mask and hooks.intervals is None)
     if config.rounded + by_element + hooks.loads_per_score > 1:
         return 0
     return HELD_STEPS // 2 if config.with_dropout else HELD_STEPS
