@@ -329,7 +329,7 @@ def _length(x: Interval, y: Interval) -> Interval:
     low, high = (torch.hypot(*ends) for ends in zip(_abs(x), _abs(y), strict=True))
     slack = 2.0**-16  # implementations differ by a few ulp
     low, high = low - low * slack - 1e-30, high + high * slack + 1e-30
-    return _real(low, high, low.isposinf() | x[0].isnan() | y[0].isnan())
+    return _real(low, high, low.isposinf())  # also where the other one is NaN
 
 
 def _angle(y: Interval, x: Interval) -> Interval:

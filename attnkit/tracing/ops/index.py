@@ -118,8 +118,8 @@ def _assemble(
     places = [n for n, kind in enumerate(layout) if kind == "index"]
     # torch keeps the dimensions of adjacent index tensors in place, but moves those of separated
     # index tensors to the front
-    together = places == list(range(places[0], places[-1] + 1)) if places else True
-    front = len([k for k in layout[: places[0]] if k != "index"]) if places and together else 0
+    together = bool(places) and places[-1] - places[0] < len(places)
+    front = places[0] if together else 0
     kept = [k for k in layout if k != "index"]
     sizes = [1 if k is None else picks[k][2] for k in kept]
     part = max((source.part, _part(source, picks)), key=PARTS.index)
@@ -134,9 +134,9 @@ def _assemble(
 
     if not sizes:
         return Value(tracer, pick(), source.dtype)
-    static = all(not isinstance(p, Value) or p.node.op == "const" for p in picks if not _vector(p))
     origin = None
-    if source.origin is not None and static and not vectors:
+    static = not vectors and all(p.node.op == "const" for p in picks if isinstance(p, Value))
+    if source.origin is not None and static:
         with DisableTorchFunction():  # a tracing mode may still be active here
             origin = source.origin[at]
     return Value(tracer, None, source.dtype, tuple(sizes), pick, origin, part)
@@ -149,10 +149,6 @@ def _part(source: Value, picks: list[Any]) -> Part:
         return ""
     to_end = all(step == 1 and start + size == n for (start, step, size), n in cuts)
     return "end" if to_end else "inner"
-
-
-def _vector(p: Any) -> bool:
-    return isinstance(p, Value) and bool(p.sizes)
 
 
 def _keys(dims: list[Any]) -> list[Any]:

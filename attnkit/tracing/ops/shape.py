@@ -199,7 +199,7 @@ def reduce(
     if dim is None and len(source.sizes) > 1:
         first = reduce(tracer, source, join, empty, -1)
         return reduce(tracer, first, join, empty)
-    axis = (0 if dim is None else dim) % len(source.sizes)
+    axis = (dim or 0) % len(source.sizes)
     length = source.sizes[axis]
     if length > MAX_UNROLL:
         raise ValueError(
