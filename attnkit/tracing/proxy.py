@@ -8,7 +8,6 @@ run eagerly. `attnkit.tracing.ops` defines the handler of each torch function.
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from attnkit.graph.ir import Node, Type
 from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
 from attnkit.tracing.numbers import Unknown
 from attnkit.util.package import FOLDER
+from attnkit.util.source_line import source_line
 from attnkit.util.torch_private import (
     OpOverload,
     OpOverloadPacket,
@@ -572,19 +572,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _user_line() -> str:
-    """Return text: file, line and source of the user's code, with carets under the expression."""
+    """Return text: file, line and source of the user's code, see `source_line`."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
         frame = frame.f_back
-    code, line = frame.f_code, frame.f_lineno
-    source = linecache.getline(code.co_filename, line).rstrip("\n")
-    message = f"\n  {code.co_filename}:{line} in {code.co_name}\n    {source.strip()}"
-    positions = list(code.co_positions())[frame.f_lasti // 2]
-    first, last, start, end = positions
-    if source and first == last == line and start is not None and end is not None:
-        # columns count UTF-8 bytes
-        shown = source.encode()[:start].decode(errors="replace")
-        indent = len(shown) - (len(source) - len(source.lstrip()))
-        width = len(source.encode()[start:end].decode(errors="replace"))
-        message += "\n    " + " " * indent + "^" * width
-    return message
+    return source_line(frame)
