@@ -273,6 +273,28 @@ def test_an_even_split_makes_no_work_tile_of_nothing() -> None:
     assert split_evenly(equal, 10).first.tolist() == [0, 1, 2]
 
 
+def test_the_shortest_that_go_last_may_take_just_half_of_the_longest() -> None:
+    """Work tiles at the end take at most half of what the workers do in the longest work tile."""
+
+    def found(order: str, lengths: list[list[int]], cost: Cost, workers: int) -> list[int]:
+        ends = torch.tensor(lengths)[None, :, :, None]
+        states = (torch.arange(6) < ends).to(torch.int8) * FULL
+        if order == "falling":
+            states = states.transpose(2, 3).contiguous()
+        runs = BlockRuns.from_states(states, *states.shape[2:], (1, 1))
+        make = schedule_backward if order == "falling" else schedule_forward
+        schedule = make(
+            runs, Shape(1, len(lengths), 1),
+            workers=workers, cost=cost, l2_bytes=12, order=order, split=False,
+        )  # fmt: skip
+        return schedule.cost.tolist()
+
+    # 1 + 1 + 4 is half of 2 times 6, and 1 + 1 + 1 + 3 + 4 is half of 4 times 5
+    lengths = [[0, 5], [5, 3], [0, 5]]
+    assert found("longest", lengths, Cost(1, 1, 1, 0), 2) == [6, 6, 6, 4, 1, 1]
+    assert found("falling", [[1, 5, 1, 3, 4, 1]], Cost(1, 1, 0, 0), 4) == [5, 4, 3, 1, 1, 1]
+
+
 def test_the_last_wave_is_cut_where_it_pays() -> None:
     """The last wave is split if that balances the workers.
 

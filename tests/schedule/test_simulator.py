@@ -54,6 +54,27 @@ def test_visits_are_what_the_cursors_pass(case: Case, every: int) -> None:
     assert list(zip(*(t.tolist() for t in found), strict=True)) == expected
 
 
+def test_a_mask_that_keeps_nothing_has_no_visits() -> None:
+    states = torch.zeros(1, 1, 2, 3, dtype=torch.int8)
+    runs = BlockRuns.from_states(states, 2, 3, (1, 1))
+    found = visits(schedule_forward(runs, Shape(1, 1, 1), workers=2), runs)
+    assert [t.numel() for t in found] == [0, 0, 0]
+    assert [t.dtype for t in found] == [torch.int64, torch.int64, torch.bool]
+
+
+def test_visits_are_on_the_cpu() -> None:
+    states = torch.tensor([[[[FULL, 1, FULL], [0, 1, 1]]]], dtype=torch.int8)
+    runs = BlockRuns.from_states(states, 2, 3, (1, 1))
+    schedule = schedule_forward(runs, Shape(1, 1, 1), workers=2, order="grid", split=False)
+    with torch.device("meta"):  # on which nothing can be computed by mistake
+        found = visits(schedule, runs)
+    assert [t.tolist() for t in found] == [
+        [0, 0, 0, 1, 1],
+        [1, 0, 2, 1, 2],
+        [True, False, False, True, True],
+    ]
+
+
 @given(items=st.lists(st.integers(0, 12), max_size=80), capacity=st.integers(0, 14))
 def test_lru(items: list[int], capacity: int) -> None:
     cache: OrderedDict[int, None] = OrderedDict()
