@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
 from attnkit import create_block_mask, create_mask, flex_attention
+from attnkit.errors import DeviceError, ShapeError
 from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
 
@@ -126,3 +127,21 @@ def test_tables_may_have_any_strides() -> None:
         found = create_block_mask(mask, None, None, *sizes, device="cpu", BLOCK_SIZE=10).to_dense()
         expected = table.contiguous().view(-1, 10, sizes[1] // 10, 10)
         assert torch.equal(found[0, 0] > 0, expected.any(3).any(1))
+
+
+def test_a_trace_names_the_function_that_reads_another_device() -> None:
+    table = torch.zeros(64, dtype=torch.int32, device="meta")
+    mask = lambda b, h, q, kv: table[q] == table[kv]
+    with pytest.raises(DeviceError, match=r"^mask_mod reads the tensor 'table' on meta"):
+        create_block_mask(mask, None, None, 64, 64, device="cpu")
+
+
+def test_the_advice_for_other_lengths() -> None:
+    """Tensors of another layout are recognized if both lengths are where the heads belong."""
+    mask = create_block_mask(causal, None, None, 6, 3)
+    for sizes, transposed in (((6, 3), True), ((6, 2), False), ((9, 3), False)):
+        query, key = (torch.zeros(1, size, 2, 8) for size in sizes)
+        with pytest.raises(ShapeError, match="query length 6 and kv length 3, got ") as caught:
+            flex_attention(query, key, key, block_mask=mask, enable_gqa=True)
+        assert ("; the tensors seem to be" in str(caught.value)) == transposed
+        assert ("; build it for these lengths" in str(caught.value)) != transposed

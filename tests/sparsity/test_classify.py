@@ -245,6 +245,20 @@ def test_equalities_that_skip_values() -> None:
         assert runs.counts() == (16, 0, 0)
 
 
+def test_diagonals_that_decide_a_tile_are_tried() -> None:
+    """No tile is evaluated at every position to find the few diagonals that differ."""
+    rare = torch.zeros(199, dtype=torch.bool)
+    rare[5::37] = True
+    for keep in (rare, ~rare, rare.flip(0), ~rare.flip(0)):
+        mod = lambda b, h, q, kv, keep=keep: keep[q - kv + 99] & (kv % 2 >= 0)
+        found = Statistics()
+        traced = trace(mod, "mask")
+        with torch.device("meta"):  # on which nothing can be computed by mistake
+            classified(traced, 100, 100, (8, 16), found)
+        assert found.open > 0
+        assert found.dense == 0
+
+
 def test_heads_and_batches_are_shared_where_the_mask_does_not_read_them() -> None:
     sizes = {
         name: (runs.batch, runs.heads)

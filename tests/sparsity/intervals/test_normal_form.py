@@ -478,6 +478,18 @@ def test_a_mask_that_keeps_nothing_has_no_rows_on_any_device() -> None:
     assert found.rows(device=torch.device("meta")).device.type == "meta"
 
 
+def test_tables_of_diagonals_are_named_by_what_they_hold() -> None:
+    near = torch.zeros(2, 199, dtype=torch.bool)
+    near[0, 95:98] = near[1, 100:124] = True
+    mask = lambda b, h, q, kv: near[h, q - kv + 99]
+    found = intervals_of(mask, q_len=100, kv_len=100, batch=1, heads=2)
+    assert str(found).splitlines()[1:] == [
+        "  q - near_last[h] <= kv < q - near_first[h]",
+        "  near_first: computed once, int32 [2]",
+        "  near_last: computed once, int32 [2]",
+    ]
+
+
 @pytest.mark.parametrize("name", ["q_len", "kv_len", "batch", "heads", "most"])
 def test_a_wrong_size_is_named(name: str) -> None:
     sizes = {"q_len": 4, "kv_len": 4, "batch": 1, "heads": 1, name: 0}

@@ -112,6 +112,35 @@ def test_equal_values(problem: tuple[Tensor, ...]) -> None:
         assert ordered is None
 
 
+@pytest.mark.parametrize("bits", [30, 58, 59, 60, 61, 62])
+def test_values_far_apart_in_many_groups(bits: int) -> None:
+    """Neither the distances of values nor their products with the number of groups overflow."""
+    values = torch.tensor([0, 1, -3, 5, 5, 2, -1, 0]).repeat(4, 3, 5) * (1 << bits - 3)
+    near = torch.tensor([-3, 0, 1, 5]).view(1, 1, -1, 1) * (1 << bits - 3)
+    shape = (4, 3, near.numel(), values.shape[-1])
+    low, high = (torch.full((1, 1, 1, 1), n) for n in (0, shape[-1]))
+    row = values[:, :, None]
+    for target in (near - 1, near, near + 1):
+        assert_kept = lambda found, kept: torch.equal(marked(found, shape), kept.expand(shape))
+        found = ValueIndex(values).equal(target, shape[-1])
+        assert found is not None
+        assert assert_kept(found, row == target)
+        found = AscendingPieces(values).between(target, near + 7, low, high, shape[-1])
+        assert found is not None
+        assert assert_kept(found, (row >= target) & (row < near + 7))
+
+
+def test_values_at_the_ends_of_int64() -> None:
+    limits = torch.iinfo(torch.int64)
+    steps = torch.tensor([0, 2, 1, 1, 3]).repeat(2, 1, 2)
+    for values in (limits.min + steps, limits.max - steps):
+        target = values[:, :, None].transpose(2, 3)
+        found = ValueIndex(values).equal(target, 8)
+        assert found is not None
+        kept = values[:, :, None] == target
+        assert torch.equal(marked(found, tuple(kept.shape)), kept)
+
+
 @given(st.integers(0, 9999), st.integers(1, 5), st.integers(1, 12))
 def test_compacted_intervals_are_sorted_and_apart(seed: int, width: int, points: int) -> None:
     random = Random().manual_seed(seed)
