@@ -6,6 +6,7 @@ positions, as FlexAttention's kernels do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -311,3 +312,29 @@ def test_bits_of_narrow_tables_are_proven_to_stay(dtype: torch.dtype) -> None:
     traced = trace(mask, "mask")
     assert not check_lengths(traced, Q, K, B, H)
     assert torch.equal(of_trace(mask), of_vmap(mask))
+
+
+def test_only_results_that_a_dtype_cannot_hold_are_rounded() -> None:
+    """A mask is compared at the precision of torch, which rounds each result."""
+    half = TABLES[torch.float16]
+
+    def rounded(of: Callable[[Any, Any], Any]) -> list[str]:
+        root = trace(lambda b, h, q, kv: of(q, kv) > 0, "mask").root
+        return [str(n.attr) for n in ir.topo(root) if n.op == "round"]
+
+    for exact in (
+        lambda q, kv: -half[q].abs(),
+        lambda q, kv: torch.minimum(half[q], -half[kv]),
+        lambda q, kv: torch.maximum(half[q], half[kv]).floor(),
+        lambda q, kv: torch.where(q > kv, half[q], 1.5),
+        lambda q, kv: torch.where(q > kv, half[q], math.nan),
+        lambda q, kv: half[q].float(),
+        lambda q, kv: half[q].float().abs(),
+    ):
+        assert rounded(exact) == []
+    for inexact in (
+        lambda q, kv: half[q] + 1.5,
+        lambda q, kv: half[q] * half[kv],
+        lambda q, kv: torch.where(q > kv, half[q], 1.5) * 3.25,
+    ):
+        assert rounded(inexact) == ["float16"]

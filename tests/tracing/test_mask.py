@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnkit import create_block_mask, create_mask, masks
-from attnkit.errors import ArgumentError, BoundsError, ShapeError
+from attnkit.errors import ArgumentError, BoundsError, OptionError, ShapeError
 from attnkit.graph.eval_torch import evaluate
 from attnkit.tracing.guards import trace_cached
 from attnkit.tracing.mask import Mask, and_masks, noop_mask, or_masks, per_batch, per_head
@@ -232,6 +232,16 @@ def test_masks_per_head_are_on_the_device_of_the_positions() -> None:
         assert mask.axes[0].axes == (axis,)
 
 
+def test_the_choice_of_masks_is_made_once() -> None:
+    """It can be used outside of the inference mode in which it was made."""
+    mask = per_head([CAUSAL, NEAR])
+    with torch.inference_mode():
+        (first,) = trace(mask, "mask").tensors
+    (again,) = trace(mask, "mask").tensors
+    assert again is first
+    assert not first.is_inference()
+
+
 def test_masks_per_head_are_named_by_their_parts() -> None:
     def own(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q == kv
@@ -247,3 +257,28 @@ def test_a_complement_of_a_complement_is_the_mask() -> None:
     assert ~~mask is mask
     assert repr(~mask) == "~causal()"
     assert ~~(mask & ~mask) is not mask
+
+
+@pytest.mark.parametrize("by", [0, 3])
+def test_a_shift_forward_needs_no_check_of_the_first_row(by: int) -> None:
+    row, column = trace(CAUSAL.shift(q=by), "mask").root, trace(CAUSAL.shift(kv=by), "mask").root
+    assert row is trace(lambda b, h, q, kv: CAUSAL(b, h, q + by, kv), "mask").root
+    assert column is trace(lambda b, h, q, kv: CAUSAL(b, h, q, kv + by), "mask").root
+
+
+def test_a_combination_has_the_frame_of_a_part_that_has_one() -> None:
+    common, other, separate, last = (
+        Mask(NEAR, label, frame=frame)  # type: ignore[arg-type]
+        for label, frame in (
+            ("first()", "common"), ("second()", "common"), ("third()", "separate"),
+            ("fourth()", "separate"),
+        )
+    )  # fmt: skip
+    for join in (and_masks, lambda *parts: per_head(parts), lambda *parts: per_batch(parts)):
+        assert join(ODD, CAUSAL).frame == ""
+        assert join(ODD, common, CAUSAL).frame == "common"
+        assert join(separate, ODD).frame == "separate"
+        message = r"^first\(\) compares .* queries and keys, but third\(\) packs them"
+        for parts in ((common, other, separate, last), (ODD, separate, last, common, other)):
+            with pytest.raises(OptionError, match=message):
+                join(*parts)
