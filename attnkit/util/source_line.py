@@ -13,7 +13,7 @@ def source_line(frame: FrameType) -> str:
     not known.
     """
     code, line = frame.f_code, frame.f_lineno
-    source = linecache.getline(code.co_filename, line).rstrip("\n")
+    source = linecache.getline(code.co_filename, line)
     message = f"\n  {code.co_filename}:{line} in {code.co_name}\n    {source.strip()}"
     positions = list(code.co_positions())[frame.f_lasti // 2]
     first, last, start, end = positions

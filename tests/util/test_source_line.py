@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from attnkit.util.source_line import source_line
@@ -38,6 +39,17 @@ def test_a_line_that_cannot_be_read() -> None:
     scope: dict[str, Any] = {"shown": shown, "sys": sys}
     exec(compile("\nfound = shown(sys._getframe())", "<made>", "exec"), scope)
     assert scope["found"] == ["", "  <made>:2 in <module>", "    "]
+
+
+def test_a_line_that_was_edited_since(tmp_path: Path) -> None:
+    """The columns may then be in the middle of a character."""
+    file = tmp_path / "made.py"
+    code = compile("found = shown(sys._getframe())", str(file), "exec")
+    file.write_text("x" + "ä" * 20)
+    scope: dict[str, Any] = {"shown": shown, "sys": sys}
+    exec(code, scope)
+    assert scope["found"][2] == "    x" + "ä" * 20
+    assert set(scope["found"][3]) == {" ", "^"}
 
 
 def test_a_line_whose_columns_are_not_known() -> None:
