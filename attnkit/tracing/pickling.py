@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -264,7 +264,7 @@ def _check_importable(named: types.FunctionType | type) -> None:
     found: Any = sys.modules.get(named.__module__ or "")
     for name in named.__qualname__.split("."):
         found = getattr(found, name, None)
-    if found is named or _stores_code():
+    if found is named or stores_code(_callers()):
         return
     if isinstance(named, type):
         raise PicklingError(
@@ -281,12 +281,21 @@ def _check_importable(named: types.FunctionType | type) -> None:
     )
 
 
-def _stores_code() -> bool:
-    """Return whether the pickler that called is one that stores functions by their code."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        parts = str(frame.f_globals.get("__name__")).split(".")
+def stores_code(callers: Iterable[str]) -> bool:
+    """Return whether the pickler that called is one that stores functions by their code.
+
+    Args:
+        callers: names of the modules of the calling functions, innermost first.
+    """
+    for name in callers:
+        parts = name.split(".")
         if parts[0] not in ("attnkit", "pickle", "copyreg"):
             return not {"cloudpickle", "dill"}.isdisjoint(parts)
-        frame = frame.f_back
     return False
+
+
+def _callers() -> Iterator[str]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__"))
+        frame = frame.f_back

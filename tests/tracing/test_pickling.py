@@ -29,6 +29,7 @@ from attnkit import (
 from attnkit.masks import causal, document, document_from_lengths, sliding_window
 from attnkit.mods import alibi
 from attnkit.tracing.guards import trace_cached
+from attnkit.tracing.pickling import stores_code
 
 CPU = torch.device("cpu")
 MASKS = masks.examples(32)
@@ -330,6 +331,25 @@ def test_workers_that_cannot_pickle_raise(make: Callable[[int], Any]) -> None:
     loader = DataLoader(Batches(make), None, num_workers=1, timeout=60)
     with pytest.raises(PicklingError, match="<lambda>"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("callers", "by_code"),
+    [
+        (["attnkit.tracing.pickling", "copyreg", "pickle", "cloudpickle.cloudpickle"], True),
+        (["attnkit", "joblib.externals.cloudpickle", "another"], True),
+        (["pickle", "dill", "__main__"], True),
+        (["dill._dill"], True),
+        (["attnkit", "another", "dill"], False),
+        (["None", "cloudpickle"], False),
+        (["another.pickle"], False),
+        (["attnkit", "copyreg", "pickle"], False),
+    ],
+)
+def test_the_innermost_caller_beyond_pickle_is_the_pickler(
+    callers: list[str], by_code: bool
+) -> None:
+    assert stores_code(callers) == by_code
 
 
 @pytest.mark.parametrize(
