@@ -128,8 +128,7 @@ def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
     width = columns + 1
     keys, lengths = [], []
     for kind in (full, partial):
-        counts = kind.row_ptr.to(torch.int64).diff()
-        keys.append(row_indices(counts) * width + kind.start)
+        keys.append(row_indices(kind.row_ptr.diff()) * width + kind.start)
         lengths.append(kind.length)
     begin, order = torch.sort(torch.cat(keys))
     end = begin + torch.cat(lengths)[order]

@@ -165,8 +165,7 @@ def packed(runs: BlockRuns, heads: int) -> BlockRuns:
     rows, more = runs.q_blocks, range(heads)
 
     def together(part: Runs) -> Runs:
-        counts = part.row_ptr.to(torch.int64).diff()
-        line = row_indices(counts) * (heads * rows + 1) + part.start
+        line = row_indices(part.row_ptr.diff()) * (heads * rows + 1) + part.start
         first = torch.cat([line + rows * g for g in more])
         last = first + part.length.repeat(heads)
         return Runs.from_segments(first, last, part.rows, heads * rows)
