@@ -145,3 +145,12 @@ def test_the_advice_for_other_lengths() -> None:
             flex_attention(query, key, key, block_mask=mask, enable_gqa=True)
         assert ("; the tensors seem to be" in str(caught.value)) == transposed
         assert ("; build it for these lengths" in str(caught.value)) != transposed
+
+
+def test_a_compiled_call_leaves_sizes_to_the_call_that_uses_the_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    assert create_block_mask(per_head, 0, 3, 8, 8).shape[:2] == (0, 3)
+    assert create_block_mask(per_head, 2, 0, 8, 8).shape[:2] == (2, 0)
+    assert create_block_mask(per_head, None, None, 8, 8).shape[:2] == (1, 1)

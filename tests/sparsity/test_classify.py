@@ -259,6 +259,22 @@ def test_diagonals_that_decide_a_tile_are_tried() -> None:
         assert found.dense == 0
 
 
+@pytest.mark.parametrize(("total", "dense_tiles"), [(5, 0), (25, 1), (30, 1), (39, 1)])
+def test_the_nearest_diagonals_that_differ_are_tried(total: int, dense_tiles: int) -> None:
+    """The position that decides a tile is on its first or on its last diagonal that differs."""
+    keep = torch.zeros(63, dtype=torch.bool)
+    keep[[26, 38, 51]] = True  # q - kv = -5, 7, 20
+    drop = ~keep
+    for mod in (
+        lambda b, h, q, kv: keep[q - kv + 31] & (q + kv == total),
+        lambda b, h, q, kv: drop[q - kv + 31] | (q + kv != total),
+    ):
+        traced, found = trace(mod, "mask"), Statistics()
+        with torch.device("meta"):
+            classified(traced, 32, 32, (16, 16), found)
+        assert found.dense == dense_tiles
+
+
 def test_heads_and_batches_are_shared_where_the_mask_does_not_read_them() -> None:
     sizes = {
         name: (runs.batch, runs.heads)

@@ -244,6 +244,15 @@ def test_an_index_that_is_too_negative_is_named() -> None:
     )
 
 
+def test_an_index_that_is_read_is_named() -> None:
+    table, starts = torch.zeros(1500), torch.arange(64) - 2000
+    text = message(lambda b, h, q, kv: table[starts[q]] > 0, q_len=64)
+    assert text.startswith(
+        "captured tensor 'table' has 1500 entries but index `starts[q]` reaches -2000 at q_len=64 "
+        "(it ranges from -2000 to -1937; expected -1500 to 1499)"
+    )
+
+
 def test_where_does_not_protect_an_index() -> None:
     table = torch.zeros(100, dtype=torch.bool)
     text = message(lambda b, h, q, kv: torch.where(q < 100, table[q], False), q_len=101)
@@ -332,6 +341,25 @@ def test_a_proof_is_not_used_for_other_data() -> None:
     start.copy_(torch.tensor([0, 16, 0]))
     with pytest.raises(BoundsError):
         create_block_mask(two, None, None, 3, 3).runs.counts()
+
+
+@pytest.mark.parametrize("place", [-7, 7])
+def test_a_proof_needs_both_ends_of_the_data(place: int) -> None:
+    table, ids = torch.zeros(5), torch.tensor([-4, 0, 4])
+    mask = lambda b, h, q, kv: table[ids[q]] > 0
+    create_block_mask(mask, None, None, 3, 3).runs.counts()
+    ids[1] = place
+    with pytest.raises(BoundsError, match=f"reaches {place}"):
+        create_block_mask(mask, None, None, 3, 3).runs.counts()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_ranges_of_data_do_not_wrap(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max  # its square is 1 in this dtype
+    ids, table = torch.full((4,), most, dtype=dtype), torch.zeros(5)
+    root = load(1, F32, [build("mul", load(0, I32, [Q]), load(0, I32, [KV]))])
+    with pytest.raises(BoundsError, match=str(most**2)):
+        check_bounds([root], [ids, table], q_len=4, kv_len=4, batch=1, heads=1)
 
 
 def test_ranges_are_those_of_one_head() -> None:

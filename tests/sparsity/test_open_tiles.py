@@ -96,3 +96,19 @@ def test_as_many_tiles_are_left_open_as_before(name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr("attnkit.sparsity.classify._NODE", 4)
         monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
     assert counts == [0, *LEFT[name]]
+
+
+def test_tiles_are_counted_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = trace(masks.examples(300)["natten/2d-dilated"].mask, "mask")
+    monkeypatch.setattr("attnkit.sparsity.classify._DENSE_TILES", 0)
+    monkeypatch.setattr("attnkit.sparsity.classify._NODE", 4)
+    monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_DENSE_TILES", 0)
+    counts = []
+    for most in (1 << 18, 5):
+        monkeypatch.setattr("attnkit.sparsity.hierarchical._MAX_OPEN", most)
+        found = Statistics()
+        classify(traced.root, traced.tensors, q_len=300, kv_len=300, block=(10, 15), batch=1,
+                 heads=1, device="cpu", statistics=found)  # fmt: skip
+        counts.append((found.nodes, found.open, found.dense))
+    assert counts[0] == counts[1]
+    assert counts[0][2] > 0

@@ -495,3 +495,17 @@ def test_a_wrong_size_is_named(name: str) -> None:
     sizes = {"q_len": 4, "kv_len": 4, "batch": 1, "heads": 1, name: 0}
     with pytest.raises(OptionError, match=f"^{name} must be a positive int, got 0"):
         find_intervals(trace(lambda b, h, q, kv: q >= kv, "mask"), **sizes)  # type: ignore[arg-type]
+
+
+def test_rows_of_several_tables_have_no_more_intervals_than_they_need() -> None:
+    near, next_to_it = torch.zeros(2, 199, dtype=torch.bool), torch.zeros(2, 199, dtype=torch.bool)
+    near[0, 90:96] = next_to_it[0, 96:99] = True
+    near[1, 50:60] = next_to_it[1, 60:66] = True
+    mask = lambda b, h, q, kv: near[h, q - kv + 99] | next_to_it[h, q - kv + 99]
+    found = intervals_of(mask, q_len=100, kv_len=100, batch=1, heads=2)
+    assert str(found).startswith("1 interval a row")
+
+
+def test_a_shift_by_nothing_is_solved() -> None:
+    found = intervals_of(lambda b, h, q, kv: (q + kv) >> 0 <= 2 * q + 3, q_len=9, kv_len=9)
+    assert str(found) == "1 interval a row\n  kv < q + 4"
