@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnkit.graph.eval_torch import evaluate, indices, positions
-from attnkit.graph.ir import F32, arg, const, load, node
+from attnkit.graph.ir import F32, I32, arg, const, load, node
 
 score, kv = arg("score"), arg("kv")
 
@@ -43,3 +43,13 @@ def test_a_constant_with_a_slope_is_on_the_device_of_the_scores() -> None:
     root = node("with_slope", const(3.0), score, const(2.0))
     (found,) = evaluate([root], {"score": scores}, [])
     assert (found.shape, found.device.type) == ((2, 3), "meta")
+
+
+def test_indices_that_depend_on_data_are_clamped() -> None:
+    """The data may have changed since the indices were checked; negative ones count from the end."""
+    numbers = torch.tensor([10.0, 11.0, 12.0, 13.0])
+    places = torch.tensor([-9, -5, -4, -1, 0, 2, 3, 4, 9], dtype=torch.int32)
+    root = load(0, F32, [load(1, I32, [arg("q")])])
+    at = torch.arange(len(places), dtype=torch.int32)
+    (found,) = evaluate([root], {"q": at}, [numbers, places], clamps=True)
+    assert found.tolist() == [10, 10, 10, 13, 10, 12, 13, 13, 13]

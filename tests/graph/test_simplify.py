@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnkit.graph import ir
 from attnkit.graph.eval_torch import evaluate
 from attnkit.graph.ir import BOOL, F32, I32, Node, Type, arg, const, node
-from attnkit.graph.simplify import build, cast, promote
+from attnkit.graph.simplify import build, cast, negate, promote
 
 FLOATS = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.75, 1e-30, -1e30, math.inf, -math.inf, math.nan]
@@ -189,3 +189,8 @@ def test_normal_form_is_small() -> None:
     assert build("add", const(3), const(4)) is const(7)
     assert build("pow", score, const(3)).op == "mul"
     assert build("mul", const(2**30), const(4)).op == "mul"  # would leave int32: not folded
+
+
+def test_a_negated_constant_is_a_constant() -> None:
+    assert negate(const(True)) is const(False)
+    assert negate(const(False)) is const(True)

@@ -324,6 +324,18 @@ class Clipped(Rounded):
         return grad.clamp(-1, 1)
 
 
+class Moved(Rounded):
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad + 1.0
+
+
+class Replaced(Rounded):
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return torch.where(grad > 0, grad, 1.0)
+
+
 class Marked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -336,6 +348,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a gradient that is clipped": (
         lambda s, h: Clipped.apply(s),
         "must multiply grad by a number that does not depend on grad",
+    ),
+    "a gradient that is moved": (lambda s, h: Moved.apply(s), "must multiply grad by a number"),
+    "a gradient that is replaced": (
+        lambda s, h: Replaced.apply(s),
+        "must multiply grad by a number",
     ),
     "a row": (lambda s, h: s + Rounded.apply(ROW * s)[h], "single elements, as table"),
     "a whole parameter": (

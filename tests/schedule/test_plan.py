@@ -22,6 +22,7 @@ from attnkit.schedule.kernel_table import (
     kernels,
     mask_tiles,
     padded_head_dim,
+    padded_head_dims,
 )
 from attnkit.schedule.plan import Call, choose, no_kernel_error, refusals
 from attnkit.schedule.targets import (
@@ -224,6 +225,13 @@ def test_the_kernel_that_fits_the_tiles_of_a_mask() -> None:
 def test_width(head_dim: int, expected: int) -> None:
     assert padded_head_dim(head_dim) == expected
     assert expected in HEAD_DIMS
+
+
+def test_widths_of_a_query_and_a_value() -> None:
+    """Up to 256 each is padded by itself; beyond, a Hopper kernel has wider steps."""
+    for head_dim, width in ((8, 64), (72, 96), (192, 192)):
+        assert padded_head_dims((head_dim, 256)) == (width, 256)
+    assert padded_head_dims((40, 264), value_parts=2) == (128, 192)
 
 
 @pytest.mark.usefixtures("dsl")

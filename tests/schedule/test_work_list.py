@@ -119,6 +119,8 @@ def test_a_row_that_keeps_nothing_visits_one_masked_block_beyond_the_end() -> No
     runs, schedule = split_rows(states, 8)
     found = {p.tile[2]: (p.masked, p.whole) for p in work_tiles(work_list(runs, schedule))}
     assert found == {0: ([2], []), 1: ([], [0])}
+    table = work_list(runs, schedule).work_tiles
+    assert {p[2]: p[10] for p in table.tolist()} == {0: 1, 1: 0}
 
 
 def test_full_runs_keep_everything() -> None:

@@ -61,6 +61,8 @@ def test_bounds_that_the_comparison_with_small_integers_leaves_open() -> None:
     assert range_of("mod", (-100, 100), (-7, -3)) == (-6, 0)
     assert range_of("fdiv", (-100, 50), (3, 7)) == (-100, 50)
     assert range_of("fdiv", (-100, 50), (-1, 7)) == (-100, 100)
+    assert range_of("fdiv", (3, 50), (-1, 7)) == (-50, 50)
+    assert range_of("tdiv", (-50, -3), (-1, 7)) == (-50, 50)
     assert range_of("and", (-9, 9), (3, 7)) == (0, 7)
     assert range_of("and", (0, 3), (0, 7)) == (0, 3)
     assert range_of("or", (0, 5), (0, 9)) == (0, 15)

@@ -586,3 +586,14 @@ def test_products_of_scores_with_matrices_that_are_not_square() -> None:
             ),
             "score",
         )
+
+
+def test_tensors_of_an_object_have_the_names_of_its_attributes() -> None:
+    class Near:
+        def __init__(self) -> None:
+            self.limits = torch.arange(9)
+
+        def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return self.limits[q] > kv
+
+    assert trace(Near(), "mask").names == ("limits",)
