@@ -99,8 +99,8 @@ class SoftmaxBackward:
         hooks: hooks of the variant.
         alibi: terms that are linear in kv - q.
         late: round P in `compute_ds`, where dS is rounded, instead of in `compute_p`.
-        keeps_scores: keep the scores in `compute_p`, because dS is computed from them; None if
-            gradients are summed score by score.
+        keeps_scores: leave the scores in their registers in `compute_p`, because dS is computed from
+            them. None: do so if gradients are summed score by score.
     """
 
     def __init__(
