@@ -197,6 +197,7 @@ def test_fitted_tiles_are_those_of_their_positions(data: st.DataObject) -> None:
     states = torch.randint(0, 3, shape, generator=generator).to(torch.int8)
     states[torch.rand(shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.7]))] = FULL
     found = retile(BlockRuns.from_states(states, q_len, kv_len, block), other)
+    assert found.block == other
     single = states.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
     single = single[:, :, :q_len, :kv_len]
     rows = [part.split(other[1], 3) for part in single.split(other[0], 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as flex
 
-from attnkit import create_block_mask, create_mask, flex_attention
-from attnkit.errors import DeviceError, ShapeError
+from attnkit import BlockMask, create_block_mask, create_mask, flex_attention, masks
+from attnkit.errors import DeviceError, OptionError, ShapeError
 from attnkit.sparsity import classify
 from attnkit.sparsity.block_runs import BlockRuns
 
@@ -127,6 +128,21 @@ def test_tables_may_have_any_strides() -> None:
         found = create_block_mask(mask, None, None, *sizes, device="cpu", BLOCK_SIZE=10).to_dense()
         expected = table.contiguous().view(-1, 10, sizes[1] // 10, 10)
         assert torch.equal(found[0, 0] > 0, expected.any(3).any(1))
+
+
+def test_a_copy_shares_what_it_is_copied_with() -> None:
+    mask = create_block_mask(masks.causal(), None, None, 8, 8, device="cpu")
+    blocks, rule = copy.deepcopy([mask, mask.mask_mod])
+    assert blocks is not mask
+    assert blocks.mask_mod is rule
+    assert rule is not mask.mask_mod
+
+
+@pytest.mark.parametrize("name", ["batch", "heads", "q_len", "kv_len"])
+def test_a_size_is_named(name: str) -> None:
+    sizes = {"batch": 1, "heads": 1, "q_len": 8, "kv_len": 8} | {name: -3}
+    with pytest.raises(OptionError, match=f"^{name} must be a positive int, got -3"):
+        BlockMask(causal, **sizes, block=(8, 8), device="cpu")
 
 
 def test_a_trace_names_the_function_that_reads_another_device() -> None:

@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as flex
 from attnkit import masks
 from attnkit.masks._examples import examples as mask_examples
 from attnkit.mods._examples import examples as mod_examples
-from attnkit.tracing import guards
+from attnkit.tracing import guards, identity_guards
 from attnkit.tracing.guards import lookup_by_identity, trace_cached
 from attnkit.tracing.mask import Mask
 from attnkit.tracing.tracer import Kind, trace
@@ -292,3 +292,18 @@ def test_what_cannot_be_guarded_is_traced() -> None:
     assert not guarded(window)
     window.size = 4
     check(window)
+
+
+def test_a_function_is_expected_where_it_was() -> None:
+    def first(q: Any) -> Any:
+        return q
+
+    def second(q: Any) -> Any:
+        return -q
+
+    expected = identity_guards.expect([first])
+    assert identity_guards.matches([first], expected)
+    assert not identity_guards.matches([second], expected)
+    del first
+    gc.collect()
+    assert not identity_guards.matches([None], expected)

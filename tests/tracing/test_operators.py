@@ -149,3 +149,9 @@ def test_refused(name: str) -> None:
     function, message = REFUSED[name]
     with pytest.raises(TraceError, match=message):
         trace(lambda s, b, h, q, kv: function(s), "score")
+
+
+def test_the_sum_of_nothing_is_zero() -> None:
+    table = torch.zeros(8, 0)
+    traced = trace(lambda s, b, h, q, kv: s + table[q].sum(), "score")
+    assert traced.root is trace(lambda s, b, h, q, kv: s, "score").root

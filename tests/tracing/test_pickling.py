@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -316,6 +317,20 @@ def test_workers_of_a_data_loader(context: str) -> None:
     loader = DataLoader(Batches(packed), None, num_workers=1, multiprocessing_context=context)
     for at, mask in enumerate(loader):
         assert torch.equal(*(create_mask(m, None, None, 8, 8) for m in (mask, packed(at))))
+
+
+def test_only_the_thread_of_a_queue_pickles_an_error() -> None:
+    """Its errors would be lost, so that the receiver raises them."""
+    with pytest.raises(PicklingError, match="lambda"):
+        pickle.dumps(unnamed(1))
+    found: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: found.append(pickle.dumps(unnamed(1))), name="QueueFeederThread"
+    )
+    thread.start()
+    thread.join()
+    with pytest.raises(PicklingError, match="lambda"):
+        pickle.loads(found[0])
 
 
 def unnamed_blocks(at: int) -> Any:

@@ -414,6 +414,22 @@ def test_the_range_of_a_tensor_is_found_in_chunks(
         assert [int(end) for end in found] == [min(values), max(values)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_ends_of_the_range_of_a_tensor_have_the_dtype(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.25, 2.0], dtype=torch.float16)
+    ends = value_range(values, load(0, F32, [ir.arg("q")]), dtype)
+    assert [end.dtype for end in ends] == [dtype, dtype]
+    whole = value_range(values > 1, load(0, I32, [ir.arg("q")]), dtype)
+    assert [end.dtype for end in whole] == [torch.int64, torch.int64]
+
+
+def test_the_bits_of_a_nonnegative_number_stay() -> None:
+    ends = (torch.tensor([5]), torch.tensor([5])), (torch.tensor([0]), torch.tensor([9]))
+    n = build("or", *(ir.arg(name) for name in ("q", "kv")))
+    for pair in (ends, ends[::-1]):
+        assert int(transfer(n, list(pair))[0]) == 5
+
+
 def test_tables_built_in_blocks_equal_tables_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(1))
     q = ir.arg("q")
