@@ -24,7 +24,6 @@ from attnkit.graph.ir import Node, Type
 from attnkit.tracing.dtypes import Converter, kind_of, refusal_to_capture
 from attnkit.tracing.numbers import Unknown
 from attnkit.util.package import FOLDER
-from attnkit.util.source_line import source_line
 from attnkit.util.torch_private import (
     OpOverload,
     OpOverloadPacket,
@@ -573,6 +572,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 def _user_line() -> str:
     """Return text: file, line and source of the user's code, see `source_line`."""
+    from attnkit.util.source_line import source_line  # only messages need it
+
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((FOLDER, _TORCH)):
         frame = frame.f_back
