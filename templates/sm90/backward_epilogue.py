@@ -403,7 +403,8 @@ class Epilogue:
         zeros = cute.make_rmem_tensor(4, Int32)  # 8 of the dtype
         zeros.fill(0)
         words = [zeros[k] for k in range(4)]
-        for i in cutlass.range(lane, self.config.block_kv * vectors, WARP, unroll=4):
+        # more stores at once spill: the producer warps have 24 registers
+        for i in cutlass.range(lane, self.config.block_kv * vectors, WARP, unroll=2):
             row, column = first + i // vectors, i % vectors * VECTOR
             inside = (row < target.shape[0]) & (column < target.shape[1])
             to = cute.domain_offset((row, column, h, b), target).iterator

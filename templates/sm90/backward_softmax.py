@@ -215,7 +215,7 @@ class SoftmaxBackward:
         """Implement `compute_p`; `masked` is None for a block that may need the mask afterwards."""
         hooks = self.hooks
         first = self.first_row(block)
-        if masked and hooks.loads_per_score:
+        if masked and hooks.loads_per_score and not hooks.loads_per_element:
             # Otherwise both copies share their sums of row positions, in a form from which the
             # compiler cannot tell that the addresses of an unmasked block differ by constants.
             first = device.recomputed(first, block.word)
