@@ -37,7 +37,7 @@ class LoadIndices:
     def with_new_loads(
         self, nodes: Iterable[Node | None], given: Iterable[Node | None]
     ) -> LoadIndices:
-        """Return a copy that wraps the indices of all loads in `nodes` that are not in `given`.
+        """Return a copy that also wraps the indices of loads that are in `nodes`, not in `given`.
 
         A rewrite of the graphs for which this was computed may have made such loads.
         """

@@ -282,7 +282,7 @@ def _check_importable(named: types.FunctionType | type) -> None:
 
 
 def stores_code(callers: Iterable[str]) -> bool:
-    """Return whether the pickler that called is one that stores functions by their code.
+    """Return whether cloudpickle or dill called, which store functions by their code.
 
     Args:
         callers: names of the modules of the calling functions, innermost first.

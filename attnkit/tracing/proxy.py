@@ -571,7 +571,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _user_line() -> str:
-    """Return text: file, line and source of the user's code, see `source_line`."""
+    """Format the file, line and source of the user's code, see `source_line`."""
     from attnkit.util.source_line import source_line  # only messages need it
 
     frame = sys._getframe(1)

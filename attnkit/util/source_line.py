@@ -1,4 +1,4 @@
-"""Show the line of source that a frame executes, for messages."""
+"""Format the line of source that a frame executes, for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def source_line(frame: FrameType) -> str:
-    """Return text: file, line and source of a frame, with carets under the expression.
+    """Format the file, line and source of a frame, with carets under the expression.
 
     There are no carets if the expression takes several lines, or if the source or the columns are
     not known.

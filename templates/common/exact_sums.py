@@ -55,7 +55,7 @@ class ExactSums:
         self.add_where(cute.arch.lane_idx() == 0, place, value)
 
     def add_at(self, condition: Any, target: cute.Pointer, value: Any) -> None:
-        """Add `value` to the float32 at `target` in global memory where `condition` holds.
+        """Add `value` to a float32 in global memory, in the lanes where `condition` is true.
 
         By predication: a branch would cost more than the addition, and separate the lanes.
         """

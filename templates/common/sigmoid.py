@@ -42,7 +42,7 @@ def small_sigmoid(x: Any) -> Any:
 
 
 def sigmoid_pair(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return the sigmoids 1 / (1 + 2**-x) and 1 / (1 + 2**-y) with one reciprocal of the MUFU unit.
+    """Compute two sigmoids, 1 / (1 + 2**-x) and 1 / (1 + 2**-y), with one reciprocal instruction.
 
     With a = 1 + 2**-x and b = 1 + 2**-y, 1 / a is b / (a b). The relative error is below 1e-6.
     Results are at least 2**-63, also for -inf, because a and b are limited; NaN for NaN.

@@ -165,7 +165,7 @@ class Backward:
         elif config.first_writer:
             self.dq_reduce = FirstWriterReduce(config.chunk)
         self.one_hot: Any = OneHot(config, hooks) if config.one_hot else None
-        self.held_steps = _held_steps(config, hooks)
+        self.held_steps = _held_steps(config, hooks, self.by_score)
         if self.lse_in_mma.with_slope and self.held_steps:
             self.held_steps -= 1  # registers for K's extra columns with the slope
 
@@ -695,9 +695,8 @@ class Backward:
             device.arrive(barrier)
 
 
-def _held_steps(config: BackwardConfig, hooks: BackwardHooks) -> int:
+def _held_steps(config: BackwardConfig, hooks: BackwardHooks, by_score: bool) -> int:
     """Return the number of k-steps of 16 columns of K that the variant leaves registers for."""
-    by_score = hooks.gradient_levels and not follows_p(config, hooks)
     sums_by_place = any(hooks.gradient_repeats) or config.one_hot
     if hooks.has_derivative or by_score or config.weights or sums_by_place:
         return 0

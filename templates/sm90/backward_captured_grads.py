@@ -30,9 +30,9 @@ RUNNING = {"head": 1, "column": 2, "row": 0, "relative": 0, "element": 0}
 
 
 def follows_p(config: BackwardConfig, hooks: BackwardHooks) -> bool:
-    """Return whether P can be computed while dP is, because gradients need dS alone.
+    """Return whether gradients of captured tensors need dS alone, so that P need not wait for dP.
 
-    Otherwise the scores are needed with dP, and a thread has no registers for both P and them.
+    Otherwise they need the scores beside dP, and a thread has no registers for P as well.
     """
     fits = not (config.weights or config.with_entropy or config.with_dropout or config.rounded)
     known = hooks.gradient_is_dscore and POSITIONS.issuperset(hooks.gradient_levels)
@@ -68,9 +68,9 @@ class CapturedGrads(PlaceRuns):
         self, block: QBlock, tile: KvBlock, probs: cute.Tensor, p: cute.Tensor, dp: cute.Tensor,
         ds: cute.Tensor, sums: CapturedSums,
     ) -> None:  # fmt: skip
-        """Write P and dS in the dtype, and add the gradients of captured tensors: sums of dS.
+        """Compute dS, and add sums of it to the gradients of captured tensors.
 
-        This is for `follows_p`. Masked P are 0, so that the mask is not needed again.
+        Use this if `follows_p`. Masked scores have P = 0, so the mask is not needed again.
 
         Args:
             block: the q block.

@@ -196,6 +196,6 @@ class OneHot:
 
     @cute.jit
     def add_at(self, condition: cutlass.Boolean, target: cute.Pointer, value: Float32):
-        """Add `value` to the float32 at `target` in global memory where `condition` holds."""
+        """Add `value` to a float32 in global memory, in the lanes where `condition` is true."""
         if condition:
             cute.arch.red(target, value, op="add", dtype="f32", sem="relaxed", scope="gpu")

@@ -48,7 +48,7 @@ def slope_mma(block_kv: int) -> cute.TiledMma:
 
 
 def middle(block_kv: int) -> int:
-    """Return the middle column of a block: the extra columns hold 0 there."""
+    """Return the column of a kv block from which its positions are counted, the middle one."""
     return block_kv // 2
 
 
