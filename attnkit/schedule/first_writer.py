@@ -200,7 +200,7 @@ def _waits(
 
 def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
     """Yield the visits of kv tiles to q tiles, for some heads at a time."""
-    ends, tiles = _q_tiles(runs)
+    ends, tiles = visited_q_tiles(runs)
     begins, blocks = np.concatenate([[0], ends[:-1]]), runs.kv_blocks
     b, h, tile = map(_array, (schedule.b, schedule.h, schedule.tile))
     head, heads = b * schedule.shape.heads + h, schedule.shape.batch * schedule.shape.heads
@@ -219,7 +219,7 @@ def _visits(runs: BlockRuns, schedule: Schedule) -> Iterator[_Visits]:
         yield _Visits(work_tiles, counts, number, at, q, row, rows)
 
 
-def _q_tiles(runs: BlockRuns) -> tuple[_Numbers, _Numbers]:
+def visited_q_tiles(runs: BlockRuns) -> tuple[_Numbers, _Numbers]:
     """List the q tiles that each kv tile of the mask visits, in ascending order.
 
     Returns:

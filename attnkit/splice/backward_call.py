@@ -308,6 +308,7 @@ class BackwardCall:
             *(t for t in buffers.totals if t is not None),
             *work.order_tables(),
             *[t.view(torch.int32) for t in buffers.flags],
+            *([] if work.starts is None else [work.starts, buffers.written[0]]),
             inputs.scale,
             self.group,
             work.workers,
@@ -353,7 +354,8 @@ class BackwardCall:
         work = self.work
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
         checks = [] if self.check is None else [self.check.rows]
-        return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order]
+        starts = [] if work.starts is None else [work.starts]
+        return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order, *starts]
 
     def _total(self, shape: torch.Size) -> Tensor:
         """Return zeroed sums for the gradient of a captured tensor of this shape."""
@@ -539,10 +541,6 @@ def _kernels(
     settings = settings_of(program, needs_grad)
     check = None if kernel_call.check is None else kernel_call.check.backward
     checks = () if check is None else tensor_kinds([check.rows])
-    work = backward_work(kernel_call.runs, settings, query, key, value, workers, emulated)
-    rounding = settings  # of the postprocess, which does not depend on a first writer
-    if work.first_writer:
-        settings = settings.with_first_writer()
     arguments = (
         *(captured_slot(SCORE, i, captured, device) for i in range(own)),
         *(readable(t, device) for t in graphs.scores[own:]),
@@ -554,6 +552,13 @@ def _kernels(
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
+    factors, runs = after is not None, kernel_call.runs
+    work = backward_work(runs, settings, query, key, value, workers, emulated, factors)
+    rounding = settings  # of the postprocess, which does not depend on who writes dQ first
+    if work.first_writer:
+        settings = settings.with_first_writer()
+    elif work.starts is not None:
+        settings = settings.with_whole_heads()
     table = None
     if settings.one_hot:
         ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
@@ -631,7 +636,7 @@ def _postprocess(
     for which, (count, width, block) in enumerate(
         zip(work.units, (wide, wide, deep), (block_q, columns, columns), strict=False)
     ):
-        if count:
+        if count and not (which == 0 and work.starts is not None):  # else the main kernel writes dQ
             own = rows if which == 0 else None
             head_dim = settings.head_dims[which == 2]
             source = postprocess_source(settings, head_dim, width, block, own)

@@ -190,6 +190,7 @@ def main_source(
             totals,
             deterministic=settings.deterministic,
             first_writer=settings.first_writer,
+            whole_heads=settings.whole_heads,
         )
         return Build(settings.template.main(settings, hooks), arguments, settings.template.options)
 

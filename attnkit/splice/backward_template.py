@@ -73,6 +73,8 @@ class BackwardTemplate:
         cost: settings -> cost of blocks and tiles in cycles.
         first_writer: settings -> whether the first kv tile of a row may store its part of dQ, so
             that dQ needs no memset.
+        whole_heads: settings -> whether a CTA may compute all kv tiles of a head, so that dQ needs no
+            memset and no postprocess.
         config: settings -> the `BackwardConfig`.
         row_words: settings -> number of float32 words in which `preprocess` writes the LSE, and the
             delta, of one row.
@@ -99,6 +101,7 @@ class BackwardTemplate:
     splits: Callable[[BackwardSettings], bool]
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
+    whole_heads: Callable[[BackwardSettings], bool]
     config: Callable[[BackwardSettings], Any]
     row_words: Callable[[BackwardSettings], tuple[int, int]]
     preprocess: Callable[[BackwardSettings, bool, RowHooks | None], Any]
@@ -129,7 +132,14 @@ class BackwardSettings:
 
     def with_first_writer(self) -> BackwardSettings:
         """Return a copy of the settings with `first_writer` set to True."""
-        return replace(self, items=tuple(sorted((self.values | {"first_writer": True}).items())))
+        return self._with("first_writer")
+
+    def with_whole_heads(self) -> BackwardSettings:
+        """Return a copy of the settings with `whole_heads` set to True."""
+        return self._with("whole_heads")
+
+    def _with(self, switch: str) -> BackwardSettings:
+        return replace(self, items=tuple(sorted((self.values | {switch: True}).items())))
 
     @property
     def widths(self) -> HeadDims:
@@ -176,6 +186,11 @@ class BackwardSettings:
     def first_writer(self) -> bool:
         """Return whether the first kv tile of a row stores its part of dQ instead of adding it."""
         return bool(self.values.get("first_writer"))
+
+    @property
+    def whole_heads(self) -> bool:
+        """Return whether a CTA computes all kv tiles of a head, one after another."""
+        return bool(self.values.get("whole_heads"))
 
     @property
     def block(self) -> tuple[int, int]:

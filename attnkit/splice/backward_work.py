@@ -10,6 +10,7 @@ from torch import Tensor
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
+from attnkit.schedule.whole_heads import WholeHeads, choose_whole_heads
 from attnkit.schedule.work_list import full_runs, packed, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_template import BackwardSettings
@@ -30,6 +31,8 @@ class BackwardWork:
         flags: number of flags for the chunks of dQ; 0 if no CTA waits for them.
         first_writer: whether the first kv tile of a row stores its part of dQ, so that dQ needs no
             memset.
+        starts: int32 [heads], see `attnkit.schedule.whole_heads`; None unless a CTA computes whole
+            heads.
         units: number of units (`UNIT` floats) of the float32 sums: of dQ, of shared dK, of shared
             dV, and of dK and dV of split kv tiles together.
         rows: number of rows that have an LSE and a delta.
@@ -44,6 +47,7 @@ class BackwardWork:
     order: tuple[Tensor, ...]
     flags: int
     first_writer: bool
+    starts: Tensor | None
     units: tuple[int, int, int, int]
     rows: int
     counters: int
@@ -58,6 +62,7 @@ class BackwardWork:
             partial=self.partial.to(device),
             full=self.full.to(device),
             order=tuple(t.to(device) for t in self.order),
+            starts=None if self.starts is None else self.starts.to(device),
         )
 
     def order_tables(self) -> tuple[Tensor, ...]:
@@ -73,6 +78,7 @@ def backward_work(
     value: Tensor,
     workers: int,
     emulated: bool,
+    row_factors: bool = False,
 ) -> BackwardWork:
     """Return the tables of a backward on the device of `query`, cached under `runs`.
 
@@ -82,6 +88,7 @@ def backward_work(
         query, key, value: tensors of the call; only their shapes and device are read.
         workers: number of CTAs that run at once.
         emulated: whether the kernels are executed on the CPU.
+        row_factors: whether the postprocess multiplies dQ by factors of rows.
     """
     if runs is None:
         runs = full_runs(query.shape[2], key.shape[2], settings.block, query.device)
@@ -90,12 +97,13 @@ def backward_work(
     def build() -> BackwardWork:
         rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
         fine = retile(on_host_if_few(tiles, rows), settings.block)
-        tables = build_tables(fine, settings, query, key, workers, emulated).to(query.device)
+        tables = build_tables(fine, settings, query, key, workers, emulated, row_factors)
+        tables = tables.to(query.device)
         wait_for_tables(query.device)
         return tables
 
     shapes = query.shape, key.shape, value.shape
-    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers), build)
+    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers, row_factors), build)
 
 
 def build_tables(
@@ -105,6 +113,7 @@ def build_tables(
     key: Tensor,
     workers: int,
     emulated: bool,
+    row_factors: bool = False,
 ) -> BackwardWork:
     """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
     head = runs
@@ -113,6 +122,11 @@ def build_tables(
     batch, heads = query.shape[0], _heads(settings, query, key)
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers, head)
+    whole: WholeHeads | str = "the postprocess multiplies dQ by factors of rows"
+    if not row_factors:
+        whole = whole_heads(runs, settings, schedule, first, head)
+    if isinstance(whole, WholeHeads):
+        schedule, first = whole.schedule, "a CTA computes whole heads"
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if settings.values["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (columns // 64)
@@ -125,6 +139,11 @@ def build_tables(
     first_writer = isinstance(first, FirstWriters)
     if isinstance(first, FirstWriters):
         work_tiles[:, 3] = first.stop
+    ctas = min(schedule.workers, schedule.work_tile_count)
+    if isinstance(whole, WholeHeads):
+        whole.fill(work_tiles)
+        ctas = min(schedule.workers, whole.starts.numel())
+        units[0] = ctas * units[0] // (batch * heads)
     order: tuple[Tensor, ...] = ()
     if settings.deterministic:
         dq, dk = (settings.ctas * n for n in settings.template.semaphores)
@@ -138,10 +157,11 @@ def build_tables(
         order=order,
         flags=2 * batch * heads * runs.q_blocks * (first_writer and not order),
         first_writer=first_writer,
+        starts=whole.starts if isinstance(whole, WholeHeads) else None,
         units=(units[0], units[1], units[2], units[3]),
         rows=batch * heads * runs.q_blocks * rows,
         counters=1 + COUNTERS * split,
-        workers=min(schedule.workers, schedule.work_tile_count),
+        workers=ctas,
         cost=_emulation_cost(work_tiles, settings.block) if emulated else 0.0,
     )
 
@@ -198,6 +218,26 @@ def scheduled(
     floats = batch * heads * runs.q_blocks * rows * wide
     choice = choose_first_writers(runs, schedule, floats, head)
     return (schedule, choice) if isinstance(choice, str) else choice
+
+
+def whole_heads(
+    runs: BlockRuns,
+    settings: BackwardSettings,
+    schedule: Schedule,
+    first: FirstWriters | str,
+    head: BlockRuns | None = None,
+) -> WholeHeads | str:
+    """Return a schedule by whole heads if it is predicted to be faster, or the reason against it.
+
+    Args:
+        runs, settings, head: see `scheduled`.
+        schedule, first: its result.
+    """
+    if not settings.template.whole_heads(settings):
+        return "this kernel does not compute whole heads"
+    shape = schedule.shape
+    floats = shape.batch * shape.heads * runs.q_blocks * settings.block[0] * settings.widths[0]
+    return choose_whole_heads(runs, schedule, first, floats, head)
 
 
 def _order(

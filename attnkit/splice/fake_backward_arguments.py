@@ -91,6 +91,7 @@ def main_arguments(
     *,
     deterministic: bool,
     first_writer: bool,
+    whole_heads: bool = False,
 ) -> tuple[Any, ...]:
     """Build the arguments of the main backward kernels of `templates.sm90` and `templates.sm100`.
 
@@ -101,6 +102,7 @@ def main_arguments(
         totals: rank of each captured tensor that needs a gradient.
         deterministic: whether gradients are accumulated in a fixed order.
         first_writer: whether the first kv tile of a row stores its part of dQ instead of adding it.
+        whole_heads: whether a CTA computes all kv tiles of a head, and writes dQ.
     """
     wide, deep = head_dims
     runs = (
@@ -114,9 +116,12 @@ def main_arguments(
         *runs,
         _ints(),
         *learned_arguments(captured, totals, deterministic),
-        # deterministic: semaphores and tables of the order; else flags of stored chunks of dQ
+        # deterministic: semaphores and tables of the order; whole heads: their first work tiles, and
+        # dQ; else flags of stored chunks of dQ
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
         if deterministic
+        else [_ints(), tile_tensor(dtype, wide)]
+        if whole_heads
         else [_ints()] * first_writer,
         Float32(1.0),
         Int32(1),

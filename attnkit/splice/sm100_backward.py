@@ -132,6 +132,7 @@ BACKWARD = BackwardTemplate(
     splits=splits,
     cost=cost,
     first_writer=first_writer,
+    whole_heads=lambda settings: False,
     config=config,
     row_words=row_words,
     preprocess=preprocess,

@@ -131,6 +131,14 @@ def first_writer(settings: BackwardSettings) -> bool:
     return not _wide(settings)
 
 
+def whole_heads(settings: BackwardSettings) -> bool:
+    """Return whether a CTA may compute all kv tiles of a head and write dQ itself."""
+    values = settings.values
+    square = values["block_q"] * values["head_dim"] == 2 * 64 * 64  # of a consumer's part of dQ
+    shared = values["accumulate"] or settings.deterministic or settings.one_hot
+    return not _wide(settings) and square and not shared
+
+
 def config(settings: BackwardSettings) -> Any:
     """Build the config object of the kernels from the settings."""
     if _is_hd192(settings):
@@ -234,6 +242,7 @@ BACKWARD = BackwardTemplate(
     splits=splits,
     cost=cost,
     first_writer=first_writer,
+    whole_heads=whole_heads,
     config=config,
     row_words=row_words,
     preprocess=preprocess,

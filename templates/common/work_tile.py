@@ -22,12 +22,15 @@ class WorkItem(IntEnum):
     HEAD = 1
     KV_BLOCK = 2
     STORE_END = 3  # with first writers: this work tile is the first to write q blocks below this
+    FINISH_END = 3  # with whole heads: it is the last to write q blocks below this
     PARTIAL = 4  # two words: first PARTIAL run, blocks of it to skip
     NUM_PARTIAL = 6  # PARTIAL blocks to visit
     FULL = 7  # the same for the FULL runs
     NUM_FULL = 9
     SPLIT = 10  # number of the split kv block that this is a part of, -1 for a whole kv block
     NUM_PARTS = 11
+    STORE_BEGIN = 10  # with whole heads: it is the first to write q blocks from this one on
+    HEAD_GOES_ON = 11  # with whole heads: 1 if the next row of the list is of the same head, else 0
 
 
 ITEM_WORDS = 12

@@ -73,6 +73,7 @@ from attnkit.templates.sm90.backward_shared import (
     CLEAR_WARP,
     CONSUMERS,
     DQ_WARP,
+    GRAD_QUERY,
     LOAD_WARP,
     THREADS,
     WARPGROUP,
@@ -158,6 +159,7 @@ class Backward:
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)
         self.epilogue = Epilogue(config)
+        self.whole_heads = self.epilogue.whole_heads
         self.deterministic = DeterministicReduce(config)
         self.dq_reduce: Reduce = DqReduce(config.chunk)
         if config.sum_order:
@@ -202,7 +204,8 @@ class Backward:
                 with a contiguous last dimension; the other strides and the address are multiples
                 of 16 bytes. With `accumulate`, grad_key and grad_value are not written.
             lse, delta: float32 [B * H * q blocks * block_q], from `common.preprocess.Preprocess`.
-            sums: float32 sums, zero; with `first_writer`, the sums of dQ need not be zero. First
+            sums: float32 sums, zero; with `whole_heads`, memory for dQ of one head for each CTA,
+                which need not be zero; with `first_writer`, the sums of dQ need not be zero. First
                 the units of dQ. Then, with `accumulate`, the units of dK and of dV; with `joins`,
                 dK and dV of every split kv block.
             items: the work list, int32 [work tiles, 12], see `WorkItem`.
@@ -213,7 +216,7 @@ class Backward:
             totals: gradients of captured tensors that require grad, float32, in the shapes of the
                 tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
                 bins, see `common.exact_sums`.
-            order: empty if sums have no order. With `first_writer` only: int32 flags of the chunks
+            order: empty if sums have no order. With `whole_heads`: `HEAD_STARTS` and `GRAD_QUERY`. With `first_writer` only: int32 flags of the chunks
                 of dQ, zero. With `sum_order`: the tensors of `common.semaphore.OrderTable`. The
                 semaphores of dQ are initially the first turn of their row, those of dK and dV are
                 0; there is one per chunk of the sums. The kernel restores these values.
@@ -224,6 +227,7 @@ class Backward:
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
+        store = self.whole_heads.tma(order[GRAD_QUERY]) if const_expr(c.whole_heads) else ()
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
@@ -278,6 +282,7 @@ class Backward:
             captured,
             totals,
             order,
+            store,
             (scale, group, *lengths, *heads),
         ).launch(
             grid=(ctas, 1, 1),
@@ -308,6 +313,7 @@ class Backward:
         captured: list,
         totals: list,
         order: list,
+        store: tuple,
         sizes: tuple,
     ):
         """Set up shared memory and barriers, then branch to the warp's role (`backward_shared`)."""
@@ -357,7 +363,10 @@ class Backward:
                 self.producer.run(atoms, tiles, smem, bars.load, lists, problem)
             for wg in cutlass.range_constexpr(CONSUMERS):
                 if warp == DQ_WARP + wg:
-                    self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
+                    if const_expr(c.whole_heads):
+                        self.whole_heads.run(wg, staging, info, bars.chunk, sums, store, problem)
+                    else:
+                        self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
             if warp == CLEAR_WARP:
                 self.epilogue.clear_masked(items, grad_key, grad_value)
                 if const_expr(c.sum_order):
@@ -418,14 +427,16 @@ class Backward:
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
                 self.lse_in_mma.write_slope(mma.lse[0], site)
             # S and dP of this work tile run while dK and dV of the previous one are written
-            block = self.start_block(True, consumer, q_count, kv_count)
+            block = self.start_block(True, consumer, q_count, kv_count, note[0])
             kv_block, h, b, count = (
                 info[record + i]
                 for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
             )
             turn = kv_block if const_expr(c.sum_order) else Int32(0)
             # chunk of the head's first q block in dQ, and turn of the kv block
-            place = (heads_before(c, p, b, h) * q_chunks + wg, turn)
+            first_chunk = heads_before(c, p, b, h) * q_chunks
+            # of the CTA's memory, which has one head
+            place = (wg if const_expr(c.whole_heads) else first_chunk + wg, turn)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
             dropout = None
@@ -460,8 +471,9 @@ class Backward:
         if kv_count > 0:
             mma.issue_dq(bars, q_count - 1, kv_count - 1)
             warpgroup.wait_group(0)
-            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
-            free = not c.accumulate  # in that case `write_dk_dv` has already waited
+            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count, note[0])
+            # in that case `write_dk_dv` has already waited
+            free = not (c.accumulate or c.whole_heads)
             if const_expr(c.one_hot):
                 site = self.site_of(kv_count - 1, captured, out)
                 q_block = self.q_block(kv_count - 1, note, out)
@@ -471,7 +483,7 @@ class Backward:
                 places = self.one_hot.places(consumer.classes, site, q_block)
                 self.one_hot.add(consumer.classes, places, cutlass.Boolean(True))
                 free = True
-            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free)
+            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, None, kv_count - 1)
         self.epilogue.finish(out)
 
     # ------------------------------------------------ parts of the consumer, inlined while tracing
@@ -505,13 +517,16 @@ class Backward:
             mma, bars, smem, out, row0, entropy_grads, ds_copy, ds_thread, ds_smem, classes
         )
 
-    def start_block(self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32) -> QBlock:
+    def start_block(
+        self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32, pending: Any = None
+    ) -> QBlock:
         """Issue S and dP of a q block; at a work tile's first, also write the previous dK and dV.
 
         Args:
             first: whether this is the first q block of its work tile.
             w: state of the thread.
             q_count, kv_count: indices of the q block and the work tile.
+            pending: chunk of dQ of the previous work tile's last q block; None unless `first`.
         """
         c, mma, load, out = self.config, w.mma, w.bars.load, w.out
         s, phase, rounded = q_stage(c, q_count), q_phase(c, q_count), c.rounded
@@ -527,7 +542,7 @@ class Backward:
         if first:  # waits for nothing, but tells the assembler that dK and dV are complete
             warpgroup.wait_group(1)
             if rounded:  # before dP, to save registers
-                self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
+                self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count, pending)
         if first or rounded:
             cute.arch.mbarrier_wait(load.do_full + s, phase)
         if first:  # V is loaded last
@@ -538,7 +553,7 @@ class Backward:
         mma.issue_dp(s)
         if first and not rounded:
             warpgroup.wait_group(2)
-            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count)
+            self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count, pending)
         # read where it is used, which takes no register until then
         packed_row = w.smem.info.iterator + Word.PACKED_ROW + s if const_expr(c.pack_gqa) else None
         return QBlock(word, w.row0, lse, delta, packed_row)
@@ -637,11 +652,16 @@ class Backward:
             site, q_block = self.site_of(tile_idx, tensors, out), self.q_block(tile_idx, note, out)
             self.one_hot.add(w.classes, self.one_hot.places(w.classes, site, q_block), some)
         free = self.one_hot is not None
+        next_chunk = None
+        if c.whole_heads:  # before a work tile's last chunk, dK and dV pass through the staging
+            own = place[0] + 2 * (block.word >> 2)
+            next_chunk = cutlass.select_(last, Int32(-1), own)
         if first:
-            self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count, free)
+            self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count, free, next_chunk)
         else:
-            next_chunk = place[0] + 2 * (block.word >> 2)
-            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, next_chunk)
+            if not c.whole_heads:
+                next_chunk = place[0] + 2 * (block.word >> 2)
+            self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, next_chunk, kv_count)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE and delta
         cute.arch.mbarrier_arrive(bars.load.q_empty + s)

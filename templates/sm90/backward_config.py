@@ -30,6 +30,9 @@ class BackwardConfig:
         first_writer: first-writer dQ: the first kv block in the list that adds to a q block stores
             its part instead. The others wait for its flag, or for their turn. See
             `attnkit.schedule.first_writer`.
+        whole_heads: a CTA computes all kv blocks of a head, in ascending order. The first one of a
+            q block stores its part of dQ, and the last one rounds and writes dQ, see
+            `backward_whole_heads`.
         less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
             only add terms to the score that do not depend on the score.
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
@@ -47,6 +50,7 @@ class BackwardConfig:
     pack_gqa: bool = False
     sum_order: str = ""
     first_writer: bool = False
+    whole_heads: bool = False
     less_lse: bool = False
     with_entropy: bool = False
     weights: bool = False
@@ -64,7 +68,7 @@ class BackwardConfig:
     @property
     def joins(self) -> bool:
         """Whether the work tiles of a split kv block add up their dK and dV in the kernel."""
-        return not (self.accumulate or self.sum_order or self.first_writer)
+        return not (self.accumulate or self.sum_order or self.first_writer or self.whole_heads)
 
     @property
     def chunk(self) -> int:
@@ -74,6 +78,8 @@ class BackwardConfig:
     @property
     def flags(self) -> int | None:
         """Number of flags per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
+        if self.whole_heads:
+            return 0  # a CTA waits for no other
         if not self.first_writer:
             return None
         return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
@@ -119,6 +125,11 @@ class BackwardConfig:
             return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
+        if self.whole_heads and self.chunk != UNIT:
+            return f"whole heads with chunks of {self.chunk} floats: expected {UNIT}"
+        shared = self.accumulate or self.sum_order or self.first_writer or self.one_hot
+        if self.whole_heads and shared:
+            return "whole heads with sums that CTAs share, or with sums by class"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
         return None

@@ -31,6 +31,7 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
     record_of,
 )
+from attnkit.templates.sm90.backward_whole_heads import WholeHeads
 
 VECTOR = 8  # elements of 16 bytes
 SQUARE = 64 * 64  # elements of a swizzled square of shared memory
@@ -88,28 +89,35 @@ class Epilogue:
     def __init__(self, config: BackwardConfig) -> None:
         self.config = config
         self.dtype = device.DTYPES[config.dtype]
+        self.whole_heads = WholeHeads(config)
 
     # ------------------------------------------------------------------------------- chunks of dQ
 
     @cute.jit
     def send_last_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, kv_count: Int32,
-        waited: cutlass.Constexpr = False,
+        waited: cutlass.Constexpr = False, next_chunk: Any = None,
     ):  # fmt: skip
         """Send the last dQ of the previous work tile, if there is one, and release its K.
 
-        `waited` is whether the staging memory is known to have been read.
+        `waited` is whether the staging memory is known to have been read. `next_chunk` is that of
+        the current work tile's first q block, if it is needed.
         """
         if kv_count > 0:
-            # every lane arrives, because every lane has read the record
-            cute.arch.mbarrier_arrive(out.bars.load.k_empty + ((kv_count - 1) & 1))
-            # without `accumulate`, `write_dk_dv` has already waited
-            free = waited or not self.config.accumulate
-            self.send_dq(dq, note, out, q_count - 1, free)
+            k_empty = out.bars.load.k_empty + ((kv_count - 1) & 1)
+            if const_expr(self.config.whole_heads):  # the note reads the record
+                self.send_dq(dq, note, out, q_count - 1, False, next_chunk, kv_count - 1)
+                cute.arch.mbarrier_arrive(k_empty)
+            else:
+                # every lane arrives, because every lane has read the record
+                cute.arch.mbarrier_arrive(k_empty)
+                # without `accumulate`, `write_dk_dv` has already waited
+                free = waited or not self.config.accumulate
+                self.send_dq(dq, note, out, q_count - 1, free)
 
     def send_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, free: bool = False,
-        next_chunk: Any = None,
+        next_chunk: Any = None, kv_count: Any = None,
     ) -> None:  # fmt: skip
         """Send the dQ of q block `q_count`, and release its dS.
 
@@ -120,8 +128,16 @@ class Epilogue:
             q_count: index of the q block.
             free: see `send`.
             next_chunk: the next chunk of the same turn, if it is known.
+            kv_count: index of the chunk's work tile, if heads are whole.
         """
         device.arrive(out.bars.ds_empty + (q_count & 1))
+        if self.config.whole_heads:
+            following = Int32(-1) if next_chunk is None else next_chunk
+            if not free:
+                wait_staging_empty(out.wg)
+            self.whole_heads.send(dq, note[0], following, kv_count, out)
+            self.announce(out)
+            return
         rest = () if next_chunk is None else (next_chunk,)
         self.send(dq, (*note, Int32(-1), *rest), out, free)
 
@@ -186,13 +202,16 @@ class Epilogue:
     # ------------------------------------------------------------------------------ dK and dV
 
     @cute.jit
-    def write_dk_dv(self, dk: cute.Tensor, dv: cute.Tensor, out: Outputs, kv_count: Int32):
+    def write_dk_dv(
+        self, dk: cute.Tensor, dv: cute.Tensor, out: Outputs, kv_count: Int32, chunk: Int32
+    ):
         """Write dK and dV of the previous work tile, if there is one.
 
         Args:
             dk, dv: f32 [64, head_dim] and [64, head_dim_v] / 128 threads.
             out: destinations.
             kv_count: index of the current work tile.
+            chunk: index, with flags, of the chunk of dQ that is sent next.
         """
         if kv_count > 0:
             info, wg = out.info, out.wg
@@ -221,9 +240,13 @@ class Epilogue:
                         dk, out.to.grad_key, place, out.problem.scale, out.to.staging, wg, lane
                     )
                 # all warps have read the staging memory before the next dQ is written to it
-                cute.arch.barrier(
-                    barrier_id=NamedBarrier.EPILOGUE + wg, number_of_threads=WARPGROUP
-                )
+                if const_expr(self.config.whole_heads):
+                    self.whole_heads.request_sum(chunk, kv_count - 1, out)
+                    self.announce(out)
+                else:
+                    cute.arch.barrier(
+                        barrier_id=NamedBarrier.EPILOGUE + wg, number_of_threads=WARPGROUP
+                    )
 
     @cute.jit
     def join(self, dk: cute.Tensor, dv: cute.Tensor, split: Int32, parts: Int32, out: Outputs):

@@ -27,6 +27,8 @@ from attnkit.templates.common.work_tile import (
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     FIRST_WRITER_BLOCK,
+    HEAD_STARTS,
+    LAST_WRITER_BLOCK,
     LoadBarriers,
     Word,
     do_phase,
@@ -114,7 +116,7 @@ class Producer:
         halves = c.block_kv // ROWS  # halves of K and V: 64 keys for each consumer
         total = lists.items.shape[0]
         q_count, kv_count = Int32(0), Int32(0)
-        index = self.claim(lists.counter, total, kv_count, info, bars)
+        index = self.claim_first(lists, kv_count, info, bars)
         word = self.look_up(lists.items, index)
         while index < total:
             b, h, kv_block = (
@@ -126,6 +128,12 @@ class Producer:
                 for i in range(WorkItem.STORE_END, WorkItem.NUM_FULL + 1)
             )
             parts = cute.arch.shuffle_sync(word, WorkItem.NUM_PARTS)
+            store_begin = goes_on = None
+            ahead: Any = Int32(CLAIM_AHEAD)
+            if const_expr(c.whole_heads):
+                store_begin, goes_on = cute.arch.shuffle_sync(word, WorkItem.STORE_BEGIN), parts
+            else:
+                ahead = cutlass.select_(parts > 1, Int32(CLAIM_AHEAD_PARTS), ahead)
             h_kv = h if const_expr(c.pack_gqa) else h // p.group
             b_kv = cutlass.min(b, p.kv_batch - 1)
             count = left + full_left
@@ -134,7 +142,6 @@ class Producer:
             first_block = heads_before(c, p, b, h) * own_blocks
             k_stage = kv_count & (c.k_stages - 1)
             phase = k_phase(c, kv_count)
-            ahead = cutlass.select_(parts > 1, Int32(CLAIM_AHEAD_PARTS), Int32(CLAIM_AHEAD))
             claim_at = cutlass.max(count - ahead, Int32(0))
             for j in cutlass.range(count, unroll=1):
                 block, is_partial, in_partial, in_full = next_block(
@@ -169,6 +176,10 @@ class Producer:
                 if const_expr(c.first_writer):
                     first_writer = Int32(4 * FIRST_WRITER_BLOCK)
                     q_word += cutlass.select_(row_block < store_end, first_writer, Int32(0))
+                if const_expr(c.whole_heads):
+                    stores, finishes = Int32(4 * FIRST_WRITER_BLOCK), Int32(4 * LAST_WRITER_BLOCK)
+                    q_word += cutlass.select_(row_block >= store_begin, stores, Int32(0))
+                    q_word += cutlass.select_(row_block < store_end, finishes, Int32(0))
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.q_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():
@@ -213,7 +224,7 @@ class Producer:
                             tma_bar_ptr=bars.v_full + w,
                         )
                 if j == claim_at:
-                    index = self.claim(lists.counter, total, kv_count + 1, info, bars)
+                    index = self.claim_next(lists, index, goes_on, kv_count + 1, info, bars)
                     word = self.look_up(lists.items, index)
                 q_count += 1
             if count == 0:
@@ -254,6 +265,52 @@ class Producer:
         lane = cute.arch.lane_idx()
         row = cutlass.min(index, items.shape[0] - 1)
         return items[row, cutlass.min(lane, Int32(ITEM_WORDS - 1))]
+
+    def claim_first(self, lists: Lists, count: Int32, info: Any, bars: LoadBarriers) -> Any:
+        """Claim a work tile, or all those of a head, and return the index of the first one.
+
+        `count`, `info` and `bars` are those of `claim`.
+        """
+        if self.config.whole_heads:
+            return self.claim_head(lists, count, info, bars)
+        return self.claim(lists.counter, lists.items.shape[0], count, info, bars)
+
+    def claim_next(
+        self, lists: Lists, index: Int32, goes_on: Any, count: Int32, info: Any, bars: LoadBarriers
+    ) -> Any:
+        """Return the index of the work tile after `index`, which is claimed unless its head is.
+
+        Args:
+            lists: tensors of the work list.
+            index: row of the current work tile.
+            goes_on: word `HEAD_GOES_ON` of that row; None without `whole_heads`.
+            count, info, bars: see `claim`.
+        """
+        if self.config.whole_heads:
+            return self.next_of_head(lists, index, goes_on, count, info, bars)
+        return self.claim_first(lists, count, info, bars)
+
+    @cute.jit
+    def claim_head(self, lists: Lists, count: Int32, info: cute.Tensor, bars: LoadBarriers):
+        """Claim a head, and return the row of its first work tile."""
+        starts = lists.order[HEAD_STARTS]
+        heads = starts.shape[0]
+        head = self.claim(lists.counter, heads, count, info, bars)
+        index = lists.items.shape[0]
+        if head < heads:
+            index = starts[head]
+        return index
+
+    @cute.jit
+    def next_of_head(
+        self, lists: Lists, index: Int32, goes_on: Int32, count: Int32, info: cute.Tensor,
+        bars: LoadBarriers,
+    ):  # fmt: skip
+        """Return the next row of the work list if its head goes on, else the first of a new head."""
+        index = index + 1
+        if goes_on == 0:
+            index = self.claim_head(lists, count, info, bars)
+        return index
 
     @cute.jit
     def claim(

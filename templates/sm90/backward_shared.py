@@ -60,6 +60,9 @@ class ChunkNote(IntEnum):
     TURN = 1  # deterministic: the turn at which to add the chunk
     FOLLOWING = 2  # deterministic: the turn after it; -1: look it up
     NEXT_CHUNK = 3  # index of the consumer's next chunk; -1: not known
+    # whole heads: of the chunk
+    HEAD = 1
+    BATCH = 2
 
 
 class Partial(IntEnum):
@@ -92,6 +95,15 @@ RECORD_STRIDE = 2 * RECORD  # words between the records of two K stages; the not
 # of its 32 bits.
 FIRST_WRITER = 1 << 27
 FIRST_WRITER_BLOCK = FIRST_WRITER // 2
+# The same for whole heads: this kv block is the last one that adds to the chunk.
+LAST_WRITER = 2 * FIRST_WRITER
+LAST_WRITER_BLOCK = LAST_WRITER // 2
+CHUNK_MASK = FIRST_WRITER - 1  # the index without flags
+NO_CHUNK = CHUNK_MASK  # nothing to add: the note only announces the next chunk
+
+# Indices of the tensors in the kernel argument `order` with whole heads.
+HEAD_STARTS = 0  # int32 [heads], row of the work list with the first work tile of each head
+GRAD_QUERY = 1  # [B, H, S, D] of the dtype
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,9 @@ class ChunkBarriers:
     """Holds the mbarriers for chunks that are added in a fixed order, one for each consumer."""
 
     ready: cute.Pointer  # the consumer has written a chunk and its note
-    landed: cute.Pointer  # the chunk is complete in global memory, and reported
+    # The chunk is complete in global memory, and reported. Whole heads, which have no order of
+    # CTAs: the earlier parts of the next chunk are complete in shared memory.
+    landed: cute.Pointer
     landed_ack: cute.Pointer  # the warp that passes turns has read the report
 
 

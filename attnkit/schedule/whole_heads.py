@@ -1,0 +1,138 @@
+"""Schedule a backward by whole heads: one worker computes all kv tiles of a head, in order.
+
+Then no other worker adds to dQ of that head. The worker knows which kv tile is the first and which
+the last to visit a q tile: the first one stores its part, and the last one writes dQ. That saves
+the memset before and the rounding after the main kernel, and dQ stays in the L2 cache meanwhile
+(`attnkit.templates.sm90.backward_whole_heads`). For long sequences there are too few heads to keep
+all workers busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnkit.schedule.first_writer import BYTES_A_CLOCK, FirstWriters, visited_q_tiles
+from attnkit.schedule.scheduler import Schedule, schedule_backward
+from attnkit.schedule.simulator import simulate
+from attnkit.schedule.split_kv import predict_makespan
+from attnkit.sparsity.block_runs import BlockRuns
+
+NO_Q_TILE = 1 << 30  # greater than every q tile
+ROUND_BYTES = 6  # for each float of dQ: the kernel after the main one reads 4 and writes 2
+
+
+@dataclass(frozen=True, eq=False)
+class WholeHeads:
+    """Describes a work list in which the work tiles of a head are neighbours.
+
+    Attributes:
+        schedule: the work tiles, the most expensive heads first; last those without q tiles.
+        starts: int32 [heads], index of the first work tile of each head, in list order.
+        store_begin: int32 [work tiles]. A work tile is the first to visit those of its q tiles
+            whose index is at least this.
+        finish_end: int32 [work tiles]. It is the last to visit those whose index is below this.
+        goes_on: int32 [work tiles], 1 if the next work tile is of the same head, else 0.
+        saved: cycles that are predicted to be saved in comparison with the other schedule.
+    """
+
+    schedule: Schedule
+    starts: Tensor
+    store_begin: Tensor
+    finish_end: Tensor
+    goes_on: Tensor
+    saved: int
+
+    def fill(self, table: Tensor) -> None:
+        """Write the columns of these attributes to the result of `Schedule.table`."""
+        table[:, 3], table[:, 10], table[:, 11] = self.finish_end, self.store_begin, self.goes_on
+
+
+def choose_whole_heads(
+    runs: BlockRuns,
+    other: Schedule,
+    first: FirstWriters | str,
+    floats: int,
+    head: BlockRuns | None = None,
+) -> WholeHeads | str:
+    """Return a schedule by whole heads if it is predicted to be faster than the other schedule.
+
+    Args:
+        runs: the mask's tiles.
+        other: the schedule that would run otherwise.
+        first: its first writers, or the reason for a memset.
+        floats: number of floats of dQ.
+        head: tiles of one head if `runs` packs several.
+
+    Returns:
+        The schedule, or the reason against it.
+    """
+    limits = _limits(runs if head is None else head)
+    if isinstance(limits, str):
+        return limits
+    workers, cost, shape = other.workers, other.prices, other.shape
+    plain = schedule_backward(runs, shape, workers=workers, cost=cost, order="grid", split=False)
+    visits = plain.partial[:, 2] + plain.full[:, 2]
+    number = plain.b.long() * shape.heads + plain.h
+    cycles = torch.where(visits > 0, plain.cost, 0)
+    heads = number.new_zeros(shape.batch * shape.heads).index_add_(0, number, cycles)
+    rank = torch.argsort(heads, descending=True, stable=True)
+    makespan = predict_makespan(heads[rank], workers)
+    before = 0 if isinstance(first, FirstWriters) else 4 * floats // BYTES_A_CLOCK
+    waits = first.cycles if isinstance(first, FirstWriters) else 0
+    alternative = simulate(other).makespan + before + waits + ROUND_BYTES * floats // BYTES_A_CLOCK
+    if makespan >= alternative:
+        return f"whole heads would take at least {makespan - alternative} cycles more"
+    place = torch.argsort(rank)[number]
+    order = torch.argsort(torch.where(visits > 0, place, heads.numel()), stable=True)
+    schedule = _reordered(plain, order)
+    some = int((visits > 0).sum())
+    own = number[order][:some]
+    follows = torch.zeros_like(schedule.tile)
+    follows[: some - 1] = (own[1:] == own[:-1]).to(torch.int32)
+    new = torch.cat([own.new_ones(1, dtype=torch.bool), own[1:] != own[:-1]])
+    batch, count, tiles = limits[0].shape
+    at = schedule.b.long() % batch, schedule.h.long() % count, schedule.tile.long()
+    return WholeHeads(
+        schedule,
+        starts=new.nonzero()[:, 0].to(torch.int32),
+        store_begin=limits[0][at],
+        finish_end=limits[1][at],
+        goes_on=follows,
+        saved=alternative - makespan,
+    )
+
+
+def _reordered(schedule: Schedule, order: Tensor) -> Schedule:
+    """Return a schedule without split rows, with its work tiles in the given order."""
+    names = ("b", "h", "tile", "partial", "full", "slot", "cost")
+    return schedule._replace(**{name: getattr(schedule, name)[order] for name in names})
+
+
+def _limits(runs: BlockRuns) -> tuple[Tensor, Tensor] | str:
+    """Return `store_begin` and `finish_end` of each kv tile of the mask, or why there are none.
+
+    Both are int32 [batch, heads, kv tiles] of `runs`.
+    """
+    ends, q = visited_q_tiles(runs)
+    kv_rows = np.repeat(np.arange(ends.size), np.diff(ends, prepend=0))
+    kv, row = kv_rows % runs.kv_blocks, kv_rows // runs.kv_blocks * runs.q_blocks + q
+    rows = runs.batch * runs.heads * runs.q_blocks
+    first, last = np.full(rows, NO_Q_TILE), np.full(rows, -1)
+    np.minimum.at(first, row, kv)
+    np.maximum.at(last, row, kv)
+    if (last < 0).any():
+        return "some q tiles meet no kv tile"
+    stores, finishes = first[row] == kv, last[row] == kv
+    begin, end = np.full(ends.size, NO_Q_TILE), np.zeros(ends.size, np.int64)
+    np.minimum.at(begin, kv_rows[stores], q[stores])
+    np.maximum.at(end, kv_rows[finishes], q[finishes] + 1)
+    apart = (q >= begin[kv_rows]) & ~stores | (q < end[kv_rows]) & ~finishes
+    if apart.any():
+        return "the first or the last visits of a kv tile are not next to each other"
+    size = runs.batch, runs.heads, runs.kv_blocks
+    to_tensor = lambda a: torch.from_numpy(a.astype(np.int32)).view(size).to(runs.device)
+    return to_tensor(begin), to_tensor(end)

@@ -1,0 +1,92 @@
+"""Check dQ of whole heads of the Hopper backward, executed on the CPU in all orders.
+
+The sums hold NaN before the kernel runs, so that a part which is added before the first one is
+stored, or a sum which is read before it is complete, gives NaN.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from attnkit import masks, mods
+from attnkit.schedule import whole_heads
+
+pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from attnkit.splice.backward_work import BackwardWork
+from tests.sampling import first_of, sampled
+from tests.templates.backward_kit import (
+    CAUSAL,
+    FP16,
+    MODS,
+    check,
+    draw,
+    observed,
+    poisoned,  # noqa: F401
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+WINDOW = CAUSAL & masks.sliding_window(150)
+DOCUMENTS = CAUSAL & masks.document(torch.arange(400) // 130)
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
+    """Return a list of the tables of backwards on two CTAs, with expensive rounding of dQ."""
+    monkeypatch.setattr(whole_heads, "BYTES_A_CLOCK", 1)
+    return observed(monkeypatch, 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dims"),
+    first_of(product([CAUSAL, None, WINDOW, DOCUMENTS], [(128, 128), (64, 64)])),
+    ids=str,
+)
+def test_masks(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
+    check(draw(400, dims=dims, heads=(3, 3)), mask=mask, mode="adversarial", seeds=2)
+    assert works[-1].starts is not None
+
+
+@pytest.mark.parametrize("mod", sampled([(lambda: mods.softcap(5.0),), (None,)], 2))
+def test_in_all_orders(works: list[BackwardWork], mod: Any) -> None:
+    check(draw(300, dims=(128, 128), heads=(2, 2), dtype=FP16), mod, mask=CAUSAL, mode="check")
+    assert works[-1].starts is not None
+
+
+def test_heads_of_one_q_block(works: list[BackwardWork]) -> None:
+    """Consecutive kv blocks add to the same q block, which must be complete when it is read."""
+    check(draw(60, 400, dims=(128, 128), heads=(3, 3)), mode="adversarial", seeds=2)
+    assert works[-1].starts is not None
+
+
+@pytest.mark.parametrize("dims", sampled([((40, 56),), ((96, 72),), ((128, 40),)], 2))
+def test_packed_heads_and_ragged_ends(works: list[BackwardWork], dims: tuple[int, int]) -> None:
+    check(draw(333, dims=dims, heads=(4, 2), batch=(2, 2)), mask=WINDOW, mode="adversarial")
+    assert works[-1].starts is not None
+    assert not works[-1].units[1]
+
+
+@pytest.mark.parametrize("name", sampled([("head",), ("relative",)], 2))
+def test_gradients_of_captured_tensors(works: list[BackwardWork], name: str) -> None:
+    mod, captured = MODS[name]
+    check(draw(200, dims=(128, 128)), mod, CAUSAL, captured(), "adversarial")
+    assert works[-1].starts is not None
+
+
+NO_KEYS = lambda b, h, q, kv: (kv <= q) & ((kv < 128) | (kv >= 256))
+NO_QUERIES = lambda b, h, q, kv: (kv <= q) & ((q < 128) | (q >= 256))
+
+
+def test_kv_blocks_without_queries(works: list[BackwardWork]) -> None:
+    check(draw(400, dims=(128, 128), heads=(3, 3)), mask=NO_KEYS, mode="adversarial")
+    assert works[-1].starts is not None
+
+
+def test_rows_without_keys_use_sums(works: list[BackwardWork]) -> None:
+    check(draw(400, dims=(128, 128), heads=(3, 3)), mask=NO_QUERIES)
+    assert works[-1].starts is None
