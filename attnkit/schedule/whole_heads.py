@@ -22,6 +22,11 @@ from attnkit.schedule.split_kv import predict_makespan
 from attnkit.sparsity.block_runs import BlockRuns
 
 NO_Q_TILE = 1 << 30  # greater than every q tile
+# Most kv tiles per q tile, on average. A worker reads Q, dO and its sums of dQ again for each kv
+# tile, and those of all workers together exceed the L2 cache; where workers share heads, they read
+# them at the same time. Measured on one H200 at head dim 128 (docs/notes/hopper.md): 0.88 of the
+# time with 2.5 kv tiles, 1.01 with 4, and 1.22 with 4.5.
+MOST = 3
 ROUND_BYTES = 6  # for each float of dQ: the kernel after the main one reads 4 and writes 2
 
 
@@ -76,6 +81,8 @@ def choose_whole_heads(
     workers, cost, shape = other.workers, other.prices, other.shape
     plain = schedule_backward(runs, shape, workers=workers, cost=cost, order="grid", split=False)
     visits = plain.partial[:, 2] + plain.full[:, 2]
+    if int(visits.sum()) > MOST * shape.batch * shape.heads * runs.q_blocks:
+        return f"a q tile meets more than {MOST} kv tiles"
     number = plain.b.long() * shape.heads + plain.h
     cycles = torch.where(visits > 0, plain.cost, 0)
     heads = number.new_zeros(shape.batch * shape.heads).index_add_(0, number, cycles)
@@ -94,7 +101,7 @@ def choose_whole_heads(
     follows = torch.zeros_like(schedule.tile)
     follows[: some - 1] = (own[1:] == own[:-1]).to(torch.int32)
     new = torch.cat([own.new_ones(1, dtype=torch.bool), own[1:] != own[:-1]])
-    batch, count, tiles = limits[0].shape
+    batch, count, _ = limits[0].shape
     at = schedule.b.long() % batch, schedule.h.long() % count, schedule.tile.long()
     return WholeHeads(
         schedule,

@@ -18,13 +18,14 @@ from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import index_level
 from attnkit.schedule.targets import SM90, Target, gpu_target
+from attnkit.schedule.whole_heads import WholeHeads
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import backward_call, exact_sums, gqa_packing
 from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
-from attnkit.splice.backward_work import scheduled
+from attnkit.splice.backward_work import scheduled, whole_heads
 from attnkit.splice.class_sums import sums_by_class
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
 from attnkit.splice.program import Program
@@ -149,7 +150,7 @@ def first_writer_report(
     head_dim: int,
     workers: int,
 ) -> str:
-    """Return a sentence: whether the Hopper backward needs a memset of dQ, and why.
+    """Return a sentence: who writes dQ first in the Hopper backward, and why.
 
     Args:
         program: the score and mask graphs. No captured tensor may need a gradient.
@@ -167,7 +168,13 @@ def first_writer_report(
         for n in (q_len, kv_len)
     )
     settings = _settings(SM90, query, key, key, False, _light(program), {})
-    _, first = scheduled(retile(runs, settings.block), settings, query, key, workers)
+    fine = retile(runs, settings.block)
+    schedule, first = scheduled(fine, settings, query, key, workers)
+    whole = whole_heads(fine, settings, schedule, first)
+    if isinstance(whole, WholeHeads):
+        return (
+            f"one CTA computes a whole head and writes dQ, {whole.saved} cycles less than with sums"
+        )
     if isinstance(first, str):
         return f"zeros are written before: {first}"
     return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"

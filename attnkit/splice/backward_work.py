@@ -103,7 +103,9 @@ def backward_work(
         return tables
 
     shapes = query.shape, key.shape, value.shape
-    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers, row_factors), build)
+    return cached_for_runs(
+        runs, ("backward", settings, shapes, emulated, workers, row_factors), build
+    )
 
 
 def build_tables(

@@ -72,9 +72,7 @@ class WholeHeads:
         It is dtype [64, 64, 4], swizzled; those of the two consumers are the stages 0 and 2.
         """
         stages = 2 * CONSUMERS  # a chunk of float32 takes as much memory as two rounded ones
-        return hopper_helpers.make_smem_layout_epi(
-            self.dtype, ROW_MAJOR, (ROWS, ROWS), stages
-        )
+        return hopper_helpers.make_smem_layout_epi(self.dtype, ROW_MAJOR, (ROWS, ROWS), stages)
 
     def tma(self, grad_query: Any) -> tuple:
         """Return the TMA store of a rounded chunk, and the coordinate tensor of dQ [S, D, H, B].

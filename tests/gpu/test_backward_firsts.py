@@ -1,4 +1,4 @@
-"""Check first-writer dQ on a GPU against a backward that clears its sums first.
+"""Check first-writer dQ and whole heads on a GPU against a backward that clears its sums first.
 
 A kv tile that adds to a chunk before it is stored, or stores it later, is visible because memory
 holds NaN or the results of an earlier call.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkit import flex_attention, masks, mods
-from attnkit.schedule import first_writer
+from attnkit.schedule import first_writer, whole_heads
 from attnkit.splice import backward_call, backward_work
 from attnkit.splice.backward_work import BackwardWork
 from tests.gpu import cute_kit as kit
@@ -43,9 +43,9 @@ def storing(wanted: bool) -> Iterator[list[BackwardWork]]:
         forget()
 
 
-def drawn(length: int, dim: int, kv_heads: int) -> list[Tensor]:
+def drawn(length: int, dim: int, kv_heads: int, batch: int = 1) -> list[Tensor]:
     random = torch.Generator(kit.DEVICE).manual_seed(length)
-    shapes = [(1, h, length, dim) for h in (HEADS, kv_heads, kv_heads, HEADS)]
+    shapes = [(batch, h, length, dim) for h in (HEADS, kv_heads, kv_heads, HEADS)]
     made = [torch.randn(s, generator=random, device=kit.DEVICE) for s in shapes]
     return [t.to(torch.bfloat16).requires_grad_() for t in made]
 
@@ -142,3 +142,33 @@ def test_graph() -> None:
                 t.fill_(torch.nan)
             graph.replay()
             close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+@pytest.mark.parametrize(("dim", "kv_heads"), [(128, 8), (64, 8), (128, 2)])
+def test_whole_heads_equal_sums(
+    replayed: list[bool],  # noqa: F811
+    name: str,
+    dim: int,
+    kv_heads: int,
+) -> None:
+    """One CTA sums dQ of a whole head in its own memory, which holds the head before."""
+    made, mask = drawn(430, dim, kv_heads, 70), bands(430)[name]
+    with whole(False) as works:
+        expected = gradients(made, mask)
+        assert works[-1].starts is None
+    with whole(True) as works:
+        for _ in range(12):
+            poison()
+            close(gradients(made, mask), expected)
+        assert works[-1].starts is not None
+    assert replayed[-1]
+
+
+@contextmanager
+def whole(wanted: bool) -> Iterator[list[BackwardWork]]:
+    """Force or disable whole heads inside the `with` block; yield the list of tables."""
+    with storing(True) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_heads, "BYTES_A_CLOCK", 1)
+        patch.setattr(whole_heads, "MOST", 16 if wanted else 0)
+        yield found
