@@ -75,34 +75,26 @@ def choose_whole_heads(
     Returns:
         The schedule, or the reason against it.
     """
+    count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
+    if count > MOST * runs.batch * runs.heads * runs.q_blocks:
+        return f"a q tile meets more than {MOST} kv tiles"
     limits = _limits(runs if head is None else head)
     if isinstance(limits, str):
         return limits
-    workers, cost, shape = other.workers, other.prices, other.shape
-    plain = schedule_backward(runs, shape, workers=workers, cost=cost, order="grid", split=False)
-    visits = plain.partial[:, 2] + plain.full[:, 2]
-    if int(visits.sum()) > MOST * shape.batch * shape.heads * runs.q_blocks:
-        return f"a q tile meets more than {MOST} kv tiles"
-    number = plain.b.long() * shape.heads + plain.h
-    cycles = torch.where(visits > 0, plain.cost, 0)
-    heads = number.new_zeros(shape.batch * shape.heads).index_add_(0, number, cycles)
-    rank = torch.argsort(heads, descending=True, stable=True)
-    makespan = predict_makespan(heads[rank], workers)
     before = 0 if isinstance(first, FirstWriters) else 4 * floats // BYTES_A_CLOCK
     waits = first.cycles if isinstance(first, FirstWriters) else 0
     alternative = simulate(other).makespan + before + waits + ROUND_BYTES * floats // BYTES_A_CLOCK
+    schedule, head_cycles = _by_heads(runs, other)
+    makespan = predict_makespan(head_cycles, other.workers)
     if makespan >= alternative:
         return f"whole heads would take at least {makespan - alternative} cycles more"
-    place = torch.argsort(rank)[number]
-    order = torch.argsort(torch.where(visits > 0, place, heads.numel()), stable=True)
-    schedule = _reordered(plain, order)
-    some = int((visits > 0).sum())
-    own = number[order][:some]
+    visited = int((_visits(schedule) > 0).sum())
+    own = _heads(schedule)[:visited]
     follows = torch.zeros_like(schedule.tile)
-    follows[: some - 1] = (own[1:] == own[:-1]).to(torch.int32)
+    follows[: visited - 1] = (own[1:] == own[:-1]).to(torch.int32)
     new = torch.cat([own.new_ones(1, dtype=torch.bool), own[1:] != own[:-1]])
-    batch, count, _ = limits[0].shape
-    at = schedule.b.long() % batch, schedule.h.long() % count, schedule.tile.long()
+    batch, mask_heads, _ = limits[0].shape
+    at = schedule.b.long() % batch, schedule.h.long() % mask_heads, schedule.tile.long()
     return WholeHeads(
         schedule,
         starts=new.nonzero()[:, 0].to(torch.int32),
@@ -113,10 +105,32 @@ def choose_whole_heads(
     )
 
 
-def _reordered(schedule: Schedule, order: Tensor) -> Schedule:
-    """Return a schedule without split rows, with its work tiles in the given order."""
+def _by_heads(runs: BlockRuns, other: Schedule) -> tuple[Schedule, Tensor]:
+    """Schedule head after head, the most expensive ones first, and return the heads' costs too.
+
+    Work tiles that visit nothing are last. The costs are int64 [heads], in the order of the heads.
+    """
+    shape, workers, cost = other.shape, other.workers, other.prices
+    plain = schedule_backward(runs, shape, workers=workers, cost=cost, order="grid", split=False)
+    visited, head = _visits(plain) > 0, _heads(plain)
+    cycles = plain.cost.new_zeros(shape.batch * shape.heads)
+    cycles.index_add_(0, head, torch.where(visited, plain.cost, 0))
+    rank = torch.argsort(cycles, descending=True, stable=True)
+    place = torch.where(visited, torch.argsort(rank)[head], cycles.numel())
+    order = torch.argsort(place, stable=True)
     names = ("b", "h", "tile", "partial", "full", "slot", "cost")
-    return schedule._replace(**{name: getattr(schedule, name)[order] for name in names})
+    ordered = {name: getattr(plain, name)[order] for name in names}
+    return plain._replace(**ordered), cycles[rank]
+
+
+def _visits(schedule: Schedule) -> Tensor:
+    """Return the number of q tiles that each work tile visits, int32 [work tiles]."""
+    return schedule.partial[:, 2] + schedule.full[:, 2]
+
+
+def _heads(schedule: Schedule) -> Tensor:
+    """Return the head of each work tile, b * heads + h, int64 [work tiles]."""
+    return schedule.b.long() * schedule.shape.heads + schedule.h
 
 
 def _limits(runs: BlockRuns) -> tuple[Tensor, Tensor] | str:
