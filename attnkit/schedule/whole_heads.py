@@ -24,8 +24,8 @@ from attnkit.sparsity.block_runs import BlockRuns
 NO_Q_TILE = 1 << 30  # greater than every q tile
 # Most kv tiles per q tile, on average. A worker reads Q, dO and its sums of dQ again for each kv
 # tile, and those of all workers together exceed the L2 cache; where workers share heads, they read
-# them at the same time. Measured on one H200 at head dim 128 (docs/notes/hopper.md): 0.88 of the
-# time with 2.5 kv tiles, 1.01 with 4, and 1.22 with 4.5.
+# them at the same time. On one H200 that pays with 2.5 kv tiles, and costs with 4.5, where 4 are
+# even (docs/notes/hopper.md, "Whole heads").
 MOST = 3
 ROUND_BYTES = 6  # for each float of dQ: the kernel after the main one reads 4 and writes 2
 

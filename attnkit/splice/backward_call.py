@@ -552,8 +552,8 @@ def _kernels(
     sizes = enumerate(t.numel() * numbers for t in captured.scores)
     large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
-    factors, runs = after is not None, kernel_call.runs
-    work = backward_work(runs, settings, query, key, value, workers, emulated, factors)
+    runs, learned = kernel_call.runs, any(needs_grad)
+    work = backward_work(runs, settings, query, key, value, workers, emulated, learned)
     rounding = settings  # of the postprocess, which does not depend on who writes dQ first
     if work.first_writer:
         settings = settings.with_first_writer()

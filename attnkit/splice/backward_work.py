@@ -78,7 +78,7 @@ def backward_work(
     value: Tensor,
     workers: int,
     emulated: bool,
-    row_factors: bool = False,
+    learned: bool = False,
 ) -> BackwardWork:
     """Return the tables of a backward on the device of `query`, cached under `runs`.
 
@@ -88,7 +88,7 @@ def backward_work(
         query, key, value: tensors of the call; only their shapes and device are read.
         workers: number of CTAs that run at once.
         emulated: whether the kernels are executed on the CPU.
-        row_factors: whether the postprocess multiplies dQ by factors of rows.
+        learned: whether captured tensors need a gradient.
     """
     if runs is None:
         runs = full_runs(query.shape[2], key.shape[2], settings.block, query.device)
@@ -97,15 +97,13 @@ def backward_work(
     def build() -> BackwardWork:
         rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
         fine = retile(on_host_if_few(tiles, rows), settings.block)
-        tables = build_tables(fine, settings, query, key, workers, emulated, row_factors)
+        tables = build_tables(fine, settings, query, key, workers, emulated, learned)
         tables = tables.to(query.device)
         wait_for_tables(query.device)
         return tables
 
     shapes = query.shape, key.shape, value.shape
-    return cached_for_runs(
-        runs, ("backward", settings, shapes, emulated, workers, row_factors), build
-    )
+    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers, learned), build)
 
 
 def build_tables(
@@ -115,7 +113,7 @@ def build_tables(
     key: Tensor,
     workers: int,
     emulated: bool,
-    row_factors: bool = False,
+    learned: bool = False,
 ) -> BackwardWork:
     """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
     head = runs
@@ -124,8 +122,8 @@ def build_tables(
     batch, heads = query.shape[0], _heads(settings, query, key)
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers, head)
-    whole: WholeHeads | str = "the postprocess multiplies dQ by factors of rows"
-    if not row_factors:
+    whole: WholeHeads | str = "sums of captured gradients leave no registers"
+    if not learned:
         whole = whole_heads(runs, settings, schedule, first, head)
     if isinstance(whole, WholeHeads):
         schedule, first = whole.schedule, "a CTA computes whole heads"
