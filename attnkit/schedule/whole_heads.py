@@ -155,5 +155,5 @@ def _limits(runs: BlockRuns) -> tuple[Tensor, Tensor] | str:
     if apart.any():
         return "the first or the last visits of a kv tile are not next to each other"
     size = runs.batch, runs.heads, runs.kv_blocks
-    to_tensor = lambda a: torch.from_numpy(a.astype(np.int32)).view(size).to(runs.device)
-    return to_tensor(begin), to_tensor(end)
+    limits = torch.from_numpy(np.stack([begin, end]).astype(np.int32)).to(runs.device)
+    return limits[0].view(size), limits[1].view(size)
