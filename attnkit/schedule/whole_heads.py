@@ -2,9 +2,9 @@
 
 Then no other worker adds to dQ of that head. The worker knows which kv tile is the first and which
 the last to visit a q tile: the first one stores its part, and the last one writes dQ. That saves
-the memset before and the rounding after the main kernel, and dQ stays in the L2 cache meanwhile
-(`attnkit.templates.sm90.backward_whole_heads`). For long sequences there are too few heads to keep
-all workers busy.
+the memset before and the rounding after the main kernel
+(`attnkit.templates.sm90.backward_whole_heads`). Long sequences mostly have too few heads to keep
+all workers busy, and their Q and dO do not stay in the L2 cache from one kv tile to the next.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A CTA computes all kv blocks of a head, in ascending order. Nobody else adds to dQ of that head, so
 the CTA knows which of its kv blocks is the first and which the last to add to a q block. The first
 one stores its part in float32, and those in between add theirs, to memory that the CTA reuses for
-its next head and that therefore stays in the L2 cache. The last one adds its part to what the
-others have stored, rounds the sum and writes it to dQ. Compared with sums of all heads in memory,
-this needs no memset before the kernel and no rounding after it.
+its next head. The last one adds its part to what the others have stored, rounds the sum and writes
+it to dQ. Compared with sums of all heads in memory, this needs no memset before the kernel and no
+rounding after it.
 """
 
 from __future__ import annotations
