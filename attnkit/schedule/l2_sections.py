@@ -4,6 +4,12 @@ The work tiles of one section run at about the same time, so the tiles that they
 memory once. A *unit* consists of the heads that read the same tensors: a kv head and its group of
 query heads. A section consists of several units or, if one unit is too large for L2, of a stretch
 of neighbouring rows of one unit.
+
+The longest work tiles of a section run first and read most of its keys and values from memory; the
+others find them in L2. A section that fills L2 thus alternates between phases that wait for memory
+and phases that leave it idle. In smaller sections these phases overlap, but they balance load
+worse. So a section takes a quarter of L2, and the last one takes all of it if that is needed for
+balance.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from torch import Tensor
 from attnkit.sparsity.block_runs import Runs
 from attnkit.util.csr import row_indices
 
+_PARTS = 4  # small sections that fit L2 together
 _GAIN = 0.9  # smaller sections balance load worse, so they must save a tenth of the traffic
 
 
@@ -90,6 +97,8 @@ def sections(
     columns: int,
     capacity: int,
     least: int,
+    busy: float,
+    large_end: bool,
 ) -> Tensor:
     """Group the work rows into sections, and return the section of each row, int64 [work rows].
 
@@ -101,13 +110,19 @@ def sections(
         rows, columns: rows of tiles of a head, and the most tiles that a row can have.
         capacity: number of tiles that fit L2.
         least: the fewest rows into which a unit is cut; more than `rows` to leave units whole.
+        busy: number of units that keep all workers busy.
+        large_end: whether the last section takes as many units as fit L2.
     """
     size = columns
     if size > capacity:  # the mask may keep fewer tiles
         size = int(distinct(kinds, rows, rows, columns)[0].max())
     if size <= capacity:
-        together = max(1, capacity // max(1, size))
-        return unit * -(-units // together) // units
+        most = max(1, capacity // max(1, size))
+        count = -(-units // max(1, most // _PARTS))
+        # a section must keep all workers busy, unless it fills L2
+        count = max(min(count, int(units / busy)), -(-units // most), 1)
+        section = unit * count // units
+        return torch.where(unit >= units - most, count, section) if large_end else section
     chunk = chunk_of(kinds, rows, columns, capacity, least)
     row = torch.arange(unit.numel(), device=unit.device) % rows
     return unit * -(-rows // chunk) + row // chunk

@@ -47,8 +47,7 @@ FORWARD = Cost(full=2209, partial=2450, tile=4000, merge=4600)
 # cost of the mask is an estimate.
 BACKWARD = Cost(full=6060, partial=6360, tile=9500, merge=6500)
 
-# The H200 has 50 MB of L2. At length 8192, sections of 8 heads were as fast as sections of 4 heads,
-# and sections of 16 heads were slower.
+# The H200 has 50 MB of L2, which also holds Q and the results.
 L2_BYTES = 32 << 20
 
 ORDERS = ("longest", "grid", "ascending", "descending", "falling")
@@ -172,7 +171,7 @@ def schedule_forward(
         shape: sizes of the tensors. The batch and heads of `runs` must be equal to these, or 1.
         workers: number of persistent CTAs, usually the number of SMs.
         cost: cost model of the work.
-        l2_bytes: the most bytes of K and V that a section may read.
+        l2_bytes: bytes of K and V that fit L2, see `attnkit.schedule.l2_sections`.
         order: "longest": longest first in each section. "grid": by (b, h, tile) as in a plain
             launch, never split. "ascending" or "descending": by tile in each section. "falling":
             descending, except that the shortest work tiles may come at the end, never split.
@@ -241,8 +240,7 @@ class _Work:
     def schedule(self, split: bool) -> Schedule:
         """Split the rows, order the work tiles, assign slots, and return the schedule."""
         rows = self._rows()
-        section, head_rank = self._sections(), self._head_ranks()
-        work_tiles, costs, order = self._best_split(rows, section, head_rank, split)
+        work_tiles, costs, order = self._best_sections(rows, split)
         unsplit = int((rows.body + self.cost.tile).sum())
         return self._build(rows, work_tiles, costs, order, unsplit)
 
@@ -261,7 +259,23 @@ class _Work:
         full, partial = (_tiles_of(kind)[self._mask_rows()] for kind in self.lists[:2])
         return Rows(partial, full, self.cost)
 
-    def _sections(self) -> Tensor:
+    def _best_sections(self, rows: Rows, split: bool) -> tuple[WorkTiles, Tensor, Tensor]:
+        """Return the result of `_best_split` for small sections, or with a large one at the end.
+
+        Small sections alone read memory more evenly, so they may cost a little balance.
+        """
+        head_rank, found = self._head_ranks(), []
+        share = int((rows.body + self.cost.tile).sum()) // self.workers
+        for large_end in (False, True):
+            best = self._best_split(rows, self._sections(large_end), head_rank, split)
+            makespan = predict_makespan(best[1][best[2]], self.workers)
+            found.append((makespan, best))
+            if makespan * 150 <= share * 151:  # near the lower bound
+                break
+        small, large = found[0], found[-1]
+        return small[1] if small[0] * 150 <= large[0] * 151 else large[1]
+
+    def _sections(self, large_end: bool) -> Tensor:
         """Return the section of every work row, int64; see `attnkit.schedule.l2_sections`."""
         full, partial, blocks, columns = self.lists
         batch, heads, units = self.shape.batch, self.shape.heads, self.owners[0] * self.owners[1]
@@ -273,7 +287,9 @@ class _Work:
         # sections need enough rows to keep the workers busy; a fixed order of a head's tiles is
         # never cut into sections
         least = -(-self.workers // members) if self.order == "longest" else blocks + 1
-        return sections((full, partial), units, unit, blocks, columns, capacity, least)
+        busy = self.workers / (members * blocks)
+        kinds = full, partial
+        return sections(kinds, units, unit, blocks, columns, capacity, least, busy, large_end)
 
     def _head_ranks(self) -> Tensor:
         """Return the rank of each row's head: heads that share K and V are adjacent.

@@ -126,7 +126,7 @@ def test_bands_take_first_writers_without_waiting(name: str) -> None:
     found = choose_first_writers(runs, before, 32 * 4096 * 128)
     assert not isinstance(found, str), found
     schedule, owners = found
-    assert owners.cycles * 100 < before.bound
+    assert owners.cycles < owners.saved  # waiting costs less than the memset saved
     assert simulate(schedule).makespan * 100 < simulate(before).makespan * 102
 
 

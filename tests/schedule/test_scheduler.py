@@ -13,7 +13,14 @@ from torch import Tensor
 from attnkit.errors import OptionError, ShapeError
 from attnkit.runtime.merge_states import merge_states
 from attnkit.schedule.l2_sections import chunk_of, distinct
-from attnkit.schedule.scheduler import FORWARD, ORDERS, Shape, schedule_backward, schedule_forward
+from attnkit.schedule.scheduler import (
+    FORWARD,
+    L2_BYTES,
+    ORDERS,
+    Shape,
+    schedule_backward,
+    schedule_forward,
+)
 from attnkit.schedule.simulator import simulate
 from attnkit.schedule.split_kv import (
     Cost,
@@ -374,15 +381,25 @@ def sections_of(case_runs: BlockRuns, shape: Shape, l2_bytes: int) -> list[set[t
     return found
 
 
-def test_sections_of_heads_fit_l2() -> None:
-    """A section holds as many kv heads as fit L2.
+def test_four_sections_of_heads_fit_l2() -> None:
+    """A section holds as many kv heads as fit a quarter of L2; the last one may fill L2.
 
-    Each kv head has 16 kv tiles. With room for 40, a section has two kv heads, each with its 3
-    query heads.
+    Each kv head has 16 kv tiles. With room for 128 in L2, a section has two kv heads, each with its
+    3 query heads.
     """
-    shape = Shape(1, 18, 1 << 16, kv_heads=6)
-    found = sections_of(made("causal", 16), shape, 40 << 16)
-    assert [len(tiles) for tiles in found] == [32, 32, 32]
+    shape = Shape(1, 72, 1 << 16, kv_heads=24)
+    found = sections_of(made("causal", 16), shape, 128 << 16)
+    assert [len(tiles) for tiles in found[:8]] == [32] * 8
+    assert len(found[-1]) in (32, 128)
+
+
+def test_the_last_section_is_large_where_that_balances_load() -> None:
+    """Small sections never cost more than 1 % of the makespan of a large section at the end."""
+    for name in ("causal", "window", "documents", "random"):
+        runs, shape = made(name, 64), Shape(2, 16, 1 << 16)
+        small = schedule_forward(runs, shape, workers=132)
+        large = schedule_forward(runs, shape, workers=132, l2_bytes=4 * L2_BYTES)
+        assert simulate(small).makespan * 100 <= simulate(large).makespan * 101
 
 
 def test_a_unit_too_large_is_cut_where_that_saves_traffic() -> None:
