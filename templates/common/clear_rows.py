@@ -35,6 +35,7 @@ class ClearRows(Preprocess):
         """Write zeros for 64 rows, and clear the sums or the flags of these rows of dQ."""
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # the kernel before this one may use the buffers
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         first = (b * heads + h) * blocks + block
         if thread < ROWS:

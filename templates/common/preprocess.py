@@ -145,7 +145,9 @@ class Preprocess(ExactSums):
             captured,
             totals,
             sinks,
-        ).launch(grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream)
+        ).launch(
+            grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(
@@ -172,6 +174,7 @@ class Preprocess(ExactSums):
         vectors = -(-self.config.head_dim_v // (VECTOR * lanes))  # per lane and row
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # wait for the kernel that writes the inputs
         (block, h, b), (blocks, heads, _) = reversed_block_idx()
         length, depth = out.shape[2], out.shape[3]
         first = (b * heads + h) * blocks + block

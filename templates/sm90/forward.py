@@ -241,6 +241,7 @@ class Forward:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---------------------------------------------------------------------------------- device
@@ -287,6 +288,8 @@ class Forward:
                 bars.init(c)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # the code below reads and writes global memory, the kernel before this one may too
+        cute.arch.griddepcontrol_wait()
 
         scalars = Scalars(*numbers)
         results = Results(out, lse, max_scores, *splits)

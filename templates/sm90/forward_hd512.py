@@ -196,6 +196,7 @@ class ForwardHd512:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     # ---------------------------------------------------------------------------------- device
@@ -234,6 +235,8 @@ class ForwardHd512:
                 bars.init_all(c)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # the code below reads and writes global memory, the kernel before this one may too
+        cute.arch.griddepcontrol_wait()
 
         scalars = Scalars(*numbers)
         results = Results(out, lse, max_scores, *splits)

@@ -28,7 +28,7 @@ RECORD_WORDS, RECORDS = 8, 4  # a record is kept until its tile is written, two 
 INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
 NEXT_WORDS = 16  # words of the fetched work tile, which begin with those of `WorkItem`
 END = -1  # value of the word BATCH of the fetched work tile if no work tile is left
-FETCH_AHEAD = 2  # the next work tile is fetched this many kv blocks before the end of the current
+FETCH_AHEAD = 1  # the next work tile is fetched this many kv blocks before the end of the current
 
 
 class WorkTile(IntEnum):
@@ -265,6 +265,8 @@ class Producer:
             tile_idx += 1
             cute.arch.mbarrier_wait(bars.work.full, tile_idx & 1)
             batch = next_tile[WorkItem.BATCH]
+        # no work tiles are left, so the next kernel may use the SMs that become free
+        cute.arch.griddepcontrol_launch_dependents()
         # a record with VALID = 0 ends the consumers' loop
         stage = bars.q.stage(tile_idx)
         self._wait_q_empty(tile_idx, k_pos, bars)
