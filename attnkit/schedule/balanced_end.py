@@ -1,0 +1,86 @@
+"""Order the last work tiles of a list so that all workers end at about the same time.
+
+Longest first leaves workers that end up to one of the shortest work tiles apart. If that is much,
+as with short sequences, another choice of the last work tiles of each worker is better: this module
+assigns them longest first, and then swaps work tiles between workers. It lists them in the order
+in which they start. Workers that take work tiles from the list then take those that were assigned,
+if the costs are right.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+ROUNDS = 3  # work tiles of each worker, on average, that are assigned anew
+_SWAPS = 8  # most swaps for each worker
+
+
+def balanced_end(costs: Sequence[int], workers: int) -> list[int]:
+    """Return the order of work tiles, as indices into `costs`: the last ones are in a new order.
+
+    Args:
+        costs: costs of the work tiles in list order.
+        workers: number of workers, each of which takes the next work tile when it is free.
+    """
+    first = max(0, len(costs) - ROUNDS * workers)
+    begin = [0] * workers
+    for cost in costs[:first]:
+        heapq.heapreplace(begin, begin[0] + cost)
+    loads, own = _longest_first(begin, costs, first)
+    for _ in range(_SWAPS * workers):
+        if not _swap(loads, own, costs):
+            break
+    starts = []
+    for time, tiles in zip(begin, own, strict=True):
+        for tile in sorted(tiles):
+            starts.append((time, tile))
+            time += costs[tile]
+    return [*range(first), *(tile for _, tile in sorted(starts))]
+
+
+def _longest_first(
+    begin: list[int], costs: Sequence[int], first: int
+) -> tuple[list[int], list[list[int]]]:
+    """Assign the work tiles from index `first`, longest first, to the least loaded workers.
+
+    Returns:
+        The load of each worker, which is `begin` before, and its work tiles.
+    """
+    loads, own = list(begin), [list[int]() for _ in begin]
+    free = [(load, worker) for worker, load in enumerate(loads)]
+    heapq.heapify(free)
+    for tile in sorted(range(first, len(costs)), key=lambda t: -costs[t]):
+        load, worker = free[0]
+        own[worker].append(tile)
+        loads[worker] = load + costs[tile]
+        heapq.heapreplace(free, (loads[worker], worker))
+    return loads, own
+
+
+def _swap(loads: list[int], own: list[list[int]], costs: Sequence[int]) -> bool:
+    """Swap work tiles of the most loaded worker and of another one, if that lowers the higher load.
+
+    The other worker is the least loaded one that allows it.
+    """
+    most = max(range(len(loads)), key=loads.__getitem__)
+    for other in sorted(range(len(loads)), key=loads.__getitem__):
+        gap = loads[most] - loads[other]
+        if gap <= 1:
+            return False
+        pairs = [
+            (abs(gap - 2 * (costs[a] - costs[b])), a, b)
+            for a in own[most]
+            for b in own[other]
+            if 0 < costs[a] - costs[b] < gap
+        ]
+        if pairs:
+            _, a, b = min(pairs)
+            own[most].remove(a)
+            own[other].remove(b)
+            own[most].append(b)
+            own[other].append(a)
+            loads[most] += costs[b] - costs[a]
+            loads[other] += costs[a] - costs[b]
+            return True
+    return False
