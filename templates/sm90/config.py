@@ -9,7 +9,6 @@ WARP_THREADS = 32
 WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARP_THREADS * WARPGROUP_WARPS
 WARPGROUP_ROWS = 64  # M of one wgmma: the query rows of a consumer warpgroup
-WARP_ROWS = WARPGROUP_ROWS // WARPGROUP_WARPS
 TABLE_ROWS = TABLE_COLUMNS = 64  # capacity of a table of pairs in shared memory
 # Rows of odd length: a warp reads entries of eight rows, which would otherwise be in the same bank.
 TABLE_STRIDE = TABLE_COLUMNS + 1

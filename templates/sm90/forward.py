@@ -38,7 +38,6 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm90.config import (
     SMEM_ALIGNMENT,
-    WARP_ROWS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -201,11 +200,9 @@ class Forward:
         tma_v, v_tiles = cpasync.make_tiled_tma_atom(
             load, value, cute.slice_(v_layout, one), (head_dim_v, block_kv)
         )
-        warp_tile = (WARP_ROWS, head_dim_v)  # each warp stores its own rows of the output
-        o_warp_layout = cute.composition(
-            cute.slice_(o_layout, one), cute.make_layout(warp_tile, stride=(1, rows))
+        tma_o, o_tiles = cpasync.make_tiled_tma_atom(
+            store, out, cute.slice_(o_layout, one), (rows, head_dim_v)
         )
-        tma_o, o_tiles = cpasync.make_tiled_tma_atom(store, out, o_warp_layout, warp_tile)
         # unused if the output is stored from registers, but a struct field needs a size
         o_size = 8 if const_expr(c.store_from_registers) else cute.cosize(o_layout)
 
@@ -346,7 +343,7 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         wg, ct = warp // WARPGROUP_WARPS - 1, thread_idx % WARPGROUP_THREADS
-        thread = ConsumerThread(wg, warp, lane, (warp % WARPGROUP_WARPS) * WARP_ROWS + lane // 4)
+        thread = ConsumerThread(wg, warp, lane, (warp % WARPGROUP_WARPS) * 16 + lane // 4)
         first_column = (lane % 4) * 2
         mma = ForwardMma.create(c, mmas, smem, ct, columns)
         state = RowState.create(c.need_entropy)
@@ -446,8 +443,9 @@ class Forward:
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
         if const_expr(not c.store_from_registers):
-            # the CTA must not exit before its last TMA stores are complete
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            # the CTA must not exit before its last TMA store is complete
+            if warp % WARPGROUP_WARPS == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def first_scores(self, kv_pos: Int32, q_tile: Int32, consumer: Consumer) -> Int32:
         """Compute S of a work tile's first block, for configs whose work tiles are not chained.

@@ -18,13 +18,13 @@ class NamedBarrier(IntEnum):
     PINGPONG_WG0 = 1  # the warpgroup may issue its MMAs
     PINGPONG_WG1 = 2
     PINGPONG_WG2 = 3
-    TABLE_WG0 = 5  # for the warpgroup's table of pairs in shared memory
-    TABLE_WG1 = 6
-    TABLE_WG2 = 7
+    EPILOGUE_WG0 = 5  # for the warpgroup's output tile in shared memory
+    EPILOGUE_WG1 = 6
+    EPILOGUE_WG2 = 7
 
 
 PINGPONG_THREADS = 2 * WARPGROUP_THREADS  # the waiting warpgroup and the arriving one
-TABLE_THREADS = WARPGROUP_THREADS
+EPILOGUE_THREADS = WARPGROUP_THREADS
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def pingpong_pass(warpgroup: Any) -> None:
     )
 
 
-def table_sync(warpgroup: Int32) -> None:
-    """Synchronise all threads of `warpgroup` on the barrier of its table."""
+def epilogue_sync(warpgroup: Int32) -> None:
+    """Synchronise all threads of `warpgroup` on its epilogue barrier."""
     cute.arch.barrier(
-        barrier_id=NamedBarrier.TABLE_WG0 + warpgroup, number_of_threads=TABLE_THREADS
+        barrier_id=NamedBarrier.EPILOGUE_WG0 + warpgroup, number_of_threads=EPILOGUE_THREADS
     )

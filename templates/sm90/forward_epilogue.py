@@ -16,12 +16,12 @@ from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.softmax import row_entropy, row_results, write_statistics
 from attnkit.templates.common.tma import partition
 from attnkit.templates.sm90.config import (
-    WARP_ROWS,
     WARP_THREADS,
     WARPGROUP_ROWS,
     WARPGROUP_WARPS,
     ForwardConfig,
 )
+from attnkit.templates.sm90.forward_barriers import epilogue_sync
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import Work
 from attnkit.templates.sm90.scores import ROW_STEP, ROWS, row_of
@@ -79,8 +79,8 @@ class OutputTile:
         source: the same registers, partitioned for `copy`.
         target: the thread's part of the output tile in shared memory, (..., warpgroup).
         tma: copy from shared memory to global memory.
-        tma_from: output tile in shared memory, (elements, (warp, warpgroup)).
-        tma_to: output in global memory, (elements, 16 rows, head, batch).
+        tma_from: output tile in shared memory, (elements, warpgroup).
+        tma_to: output in global memory, (elements, 64 rows, head, batch).
     """
 
     copy: Any
@@ -117,9 +117,9 @@ class Epilogue:
         # 16 bits [64, head_dim_v] / 128 threads
         rounded = cute.make_rmem_tensor(mma.acc_o.layout, self.dtype)
         source, target = thr_copy.retile(rounded), thr_copy.partition_D(smem_o)
-        shape = WARP_ROWS, self.config.head_dim_v
-        by_warp = cute.group_modes(cute.local_tile(smem_o, shape, (None, 0, None)), 2, 4)
-        tma_from, tma_to = partition(tma_o, by_warp, o_tiles, shape, (None, 0, None, None))
+        tma_from, tma_to = partition(
+            tma_o, smem_o, o_tiles, (WARPGROUP_ROWS, self.config.head_dim_v), (None, 0, None, None)
+        )
         return OutputTile(copy, rounded, source, target, tma_o, tma_from, tma_to)
 
     def write_rows(
@@ -199,12 +199,12 @@ class Epilogue:
         elif const_expr(self.config.store_from_registers):
             self.store_from_registers(mma.acc_o, output.rounded, results.out, place)
         else:
-            self.copy_to_smem(mma.acc_o, output, warpgroup)
-            own = warp % WARPGROUP_WARPS
-            q_rows = (work.q_block * self.config.warpgroups + warpgroup) * WARPGROUP_WARPS + own
-            target = output.tma_to[None, q_rows, work.head, work.batch]
-            cute.copy(output.tma, output.tma_from[None, (own, warpgroup)], target)
-            cute.arch.cp_async_bulk_commit_group()
+            self.copy_to_smem(mma.acc_o, output, warpgroup, warp)
+            if warp % WARPGROUP_WARPS == 0:
+                q_rows = work.q_block * self.config.warpgroups + warpgroup
+                target = output.tma_to[None, q_rows, work.head, work.batch]
+                cute.copy(output.tma, output.tma_from[None, warpgroup], target)
+                cute.arch.cp_async_bulk_commit_group()
 
     def store_split(
         self, mma: ForwardMma, results: Results, place: RowPlace, warpgroup: Int32
@@ -226,18 +226,19 @@ class Epilogue:
             pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
 
     @cute.jit
-    def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32):
-        """Round a warp's output and copy it to shared memory, for a TMA store by this warp."""
+    def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32, warp: Int32):
+        """Round a warpgroup's output and copy it to shared memory, for a TMA store."""
         self.pack(acc_o, output.rounded)
-        # The lane that issued the previous TMA store waits until the store has read shared memory.
-        # The barrier then releases the other lanes.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
+        # The warp that issued the previous TMA store waits until the store has read shared memory.
+        # The barrier then releases the other warps.
+        if warp % WARPGROUP_WARPS == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        epilogue_sync(warpgroup)
         cute.copy(output.copy, output.source, output.target[None, None, None, warpgroup])
-        # stmatrix writes by the generic proxy and TMA reads by the async proxy. Each lane fences
-        # its own writes before the barrier, after which one lane issues the TMA store.
+        # stmatrix writes by the generic proxy and TMA reads by the async proxy. Each thread fences
+        # its own writes before the barrier, after which one warp issues the TMA store.
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
+        epilogue_sync(warpgroup)
 
     @cute.jit
     def store_from_registers(

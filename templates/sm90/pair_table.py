@@ -19,7 +19,7 @@ from attnkit.templates.sm90.config import (
     TABLE_STRIDE,
     WARPGROUP_THREADS,
 )
-from attnkit.templates.sm90.forward_barriers import table_sync
+from attnkit.templates.sm90.forward_barriers import epilogue_sync
 
 BATCH = 8  # loads in flight of a thread
 
@@ -45,14 +45,14 @@ def in_shared_memory(
     # positions beyond the table get copies of its last row and column, which nobody reads
     inside = cutlass.min(column, Int32(table.shape[1]) - 1)
     step = WARPGROUP_THREADS // TABLE_COLUMNS
-    table_sync(warpgroup)
+    epilogue_sync(warpgroup)
     for start in range(0, TABLE_ROWS, step * BATCH):
         rows = [first + (start + step * i) for i in range(BATCH)]
         last = Int32(table.shape[0]) - 1
         values = [Float32(table[cutlass.min(row, last), inside]) for row in rows]
         for row, value in zip(rows, values, strict=True):
             (own + (row * TABLE_STRIDE + column)).store(value)
-    table_sync(warpgroup)
+    epilogue_sync(warpgroup)
     tensors = list(site.tensors)
     tensors[slot] = _view(own, tensors[slot].shape)
     return replace(site, tensors=tensors)
