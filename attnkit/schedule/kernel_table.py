@@ -80,6 +80,11 @@ _SM100: Table = (
 )
 _LONG = 256  # query lengths above this prefer pairs of CTAs
 
+# Tiles of 192 rows are faster for each score than tiles of 128 rows, but they visit more scores at
+# the edges of a mask and at the end of the query. Up to this ratio of visited scores they win, on
+# one H200 at head dim 64 (benchmarks/results/hopper_steps.jsonl, "rows of a tile").
+TALL_TILE_GAIN = 1.12
+
 # By template: (table without a score_mod, table with a score_mod).
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
 
@@ -137,19 +142,28 @@ def _is_too_tall(kernel: Kernel, q_len: int | None) -> bool:
     """Return whether a kernel's tiles have too many rows for a query of this length."""
     if q_len is None:
         return False
-    return q_len <= (_LONG if kernel.ctas > 1 else 128) and kernel.block[0] > 192
+    rows = kernel.block[0]
+    if rows == 192:
+        visited, needed = -(-q_len // rows) * rows, -(-q_len // 128) * 128
+        return visited > TALL_TILE_GAIN * needed
+    return q_len <= (_LONG if kernel.ctas > 1 else 128) and rows > 192
 
 
 def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
     """Return the (query, kv) tile size at which to classify a mask for these kernels.
 
     If the best kernel uses pairs of CTAs, tiles of this size can be joined to the tiles of a pair
-    and to those of a single CTA.
+    and to those of a single CTA. If its tiles are taller than those of another kernel, but not by a
+    whole factor, tiles of this size can be joined to both.
     """
-    if candidates[0].ctas == 1:
-        return candidates[0].block
-    other = next(k for k in candidates if k.ctas == 1)
-    return 128, math.gcd(candidates[0].block[1], other.block[1])
+    best = candidates[0]
+    rows, columns = best.block
+    if best.ctas == 1:
+        lower = (k.block[0] for k in candidates if k.block[1] == columns and k.block[0] < rows)
+        other = next((r for r in lower if rows % r), rows)
+        return math.gcd(rows, other), columns
+    single = next(k for k in candidates if k.ctas == 1)
+    return 128, math.gcd(columns, single.block[1])
 
 
 def fitting_kernel(

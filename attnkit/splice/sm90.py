@@ -11,7 +11,13 @@ from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.artifact import Build
-from attnkit.schedule.kernel_table import Kernel, fitting_kernel, padded_head_dims
+from attnkit.schedule.kernel_table import (
+    TALL_TILE_GAIN,
+    Kernel,
+    fitting_kernel,
+    padded_head_dims,
+)
+from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
@@ -36,13 +42,35 @@ def choose_kernel(
 ) -> tuple[Kernel, str]:
     """Choose the kernel with the mask's tile sizes, else the best that fits; return the reason too.
 
-    `runs` holds the tiles to visit; None for all.
+    `runs` holds the tiles to visit; None for all. If they can be joined to the tiles of several
+    kernels, the taller tiles are chosen unless they visit too many scores.
     """
     if runs is None:
         return candidates[0], "nothing is masked"
-    return fitting_kernel(
-        candidates, runs.block, lists_override_mask
-    ), "its tiles fit those of the mask"
+    joined = [k for k in candidates if _joins(runs.block, k.block)]
+    if lists_override_mask or not joined or any(k.block == runs.block for k in candidates):
+        return fitting_kernel(
+            candidates, runs.block, lists_override_mask
+        ), "its tiles fit those of the mask"
+    best, *others = joined
+    if not others:
+        return best, "its tiles are joined from those of the mask"
+    scores, fewer = visited_scores(runs, best.block), visited_scores(runs, others[0].block)
+    if scores > TALL_TILE_GAIN * fewer:
+        best = others[0]
+    more = scores / max(1, fewer) - 1
+    return best, f"tiles of {joined[0].block[0]} rows would visit {more:.0%} more scores"
+
+
+def _joins(block: tuple[int, int], larger: tuple[int, int]) -> bool:
+    """Return whether tiles of size `block` can be joined to larger tiles with as many columns."""
+    return block[1] == larger[1] and block[0] < larger[0] and larger[0] % block[0] == 0
+
+
+def visited_scores(runs: BlockRuns, block: tuple[int, int]) -> int:
+    """Return the number of scores in the tiles of size `block` that a mask does not empty."""
+    _, partial, full = retile(runs, block).counts()
+    return (partial + full) * block[0] * block[1]
 
 
 def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:

@@ -208,6 +208,10 @@ def test_tiles_of_a_mask_can_be_joined_to_those_of_every_kernel() -> None:
     assert mask_tiles([single, pair]) == (128, 192)
     assert mask_tiles([wide, single]) == (256, 96)
     assert mask_tiles([pair, single, wide]) == (128, 64)
+    tall, low = Kernel((192, 128)), Kernel((128, 128))
+    assert mask_tiles([tall, low]) == (64, 128)
+    assert mask_tiles([Kernel((256, 128)), low]) == (256, 128)
+    assert mask_tiles([low, tall]) == (128, 128)
 
 
 def test_the_kernel_that_fits_the_tiles_of_a_mask() -> None:

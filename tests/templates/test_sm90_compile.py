@@ -25,12 +25,13 @@ from attnkit.jit import build, emulation
 from attnkit.jit import kernel as compiled
 from tests.sampling import sampled
 
-LENGTH = 256
+LENGTH = 1536  # raw scores at head dim 64 have tiles of 192 rows
+SHORT = 256  # and of 128 rows
 HEADS = 2
 BIAS = torch.linspace(-1.0, 1.0, 2 * LENGTH - 1).repeat(HEADS, 1)
-IDS = torch.arange(LENGTH) // 100
+IDS = torch.arange(LENGTH) // 768
 KEPT = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5
-BLOCKS = torch.tensor([[1, 0], [1, 1]], dtype=torch.int32)
+BLOCKS = torch.ones(12, 12, dtype=torch.int32).tril()
 
 
 def dense(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -68,11 +69,12 @@ def source(
     value_dim: int,
     entropy: bool = False,
     normalization: str = "softmax",
+    length: int = LENGTH,
 ) -> compiled.Source:
     """Return the source of the forward kernel of variant `name`, with or without entropies."""
     score, mask = VARIANTS[name]()
-    query, key = (torch.zeros(1, HEADS, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    value = torch.zeros(1, HEADS, LENGTH, value_dim, dtype=torch.bfloat16)
+    query, key = (torch.zeros(1, HEADS, length, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    value = torch.zeros(1, HEADS, length, value_dim, dtype=torch.bfloat16)
     with emulation.session(execute=False), compiled.requested_sources() as sources:
         aux = AuxRequest(entropy=True) if entropy else None
         flex_attention(
@@ -110,6 +112,20 @@ def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_di
 def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
     compiled_kernel = compiled.kernel(source(name, head_dim, head_dim, entropy=True))
     assert compiled_kernel.artifact.problems == ()
+
+
+@pytest.mark.assembled
+@pytest.mark.parametrize(
+    ("name", "entropy", "normalization"),
+    sampled(list(product(PLAIN, [False, True], ["softmax"])), 3)
+    + sampled(list(product(PLAIN, [False], ["sigmoid", "none"])), 2),
+)
+def test_short_queries_of_narrow_heads(name: str, entropy: bool, normalization: str) -> None:
+    here = source(name, 64, 64, entropy, normalization, SHORT)
+    assert "('warpgroups', 2)" in here.key
+    compiled_kernel = compiled.kernel(here)
+    assert compiled_kernel.artifact.problems == ()
+    assert [s.stack for s in compiled_kernel.stats] == [0]
 
 
 @pytest.mark.assembled

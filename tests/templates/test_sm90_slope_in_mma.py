@@ -209,9 +209,9 @@ def test_which_kernels_add_the_slope_in_products(name: str) -> None:
     assert uses_mma(mod, **options) is expected
 
 
-def rows_of_a_tile(mod: Any, mask: Any = CAUSAL, **options: Any) -> int:
+def rows_of_a_tile(mod: Any, mask: Any = CAUSAL, length: int = 1536, **options: Any) -> int:
     """Return the query rows of a work tile of the kernel at head dim 64; no products serialise."""
-    query, key, value = draw(400, dims=(64, 64))
+    query, key, value = draw(length, dims=(64, 64))
     with emulation.session(execute=False), requested_sources() as sources:
         flex_attention(query, key, value, mod, mask, backend="emulate", enable_gqa=True, **options)
     assert compiled_kernel(sources[0]).artifact.problems == ()
@@ -223,7 +223,7 @@ def rows_of_a_tile(mod: Any, mask: Any = CAUSAL, **options: Any) -> int:
 TALL: dict[str, tuple[Any, dict[str, Any], int]] = {
     "raw scores": (None, {}, 192),
     "alibi": (mods.alibi(2), {}, 192),
-    "alibi, documents": (mods.alibi(2), {"mask": masks.document(torch.arange(400) // 90)}, 192),
+    "alibi, documents": (mods.alibi(2), {"mask": masks.document(torch.arange(1536) // 768)}, 192),
     "alibi, entropies": (mods.alibi(2), {"return_aux": AuxRequest(entropy=True)}, 128),
     "alibi, maxima": (mods.alibi(2), {"return_aux": AuxRequest(max_scores=True)}, 128),
     "alibi, dropout": (mods.alibi(2), {"dropout_p": 0.5}, 128),
