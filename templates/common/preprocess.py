@@ -145,9 +145,7 @@ class Preprocess(ExactSums):
             captured,
             totals,
             sinks,
-        ).launch(
-            grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-        )
+        ).launch(grid=(blocks, heads, batch), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
