@@ -1,10 +1,8 @@
 """Order the last work tiles of a list so that all workers end at about the same time.
 
-Longest first leaves workers that end up to one of the shortest work tiles apart. If that is much,
-as with short sequences, another choice of the last work tiles of each worker is better: this module
-assigns them longest first, and then swaps work tiles between workers. It lists them in the order
-in which they start. Workers that take work tiles from the list then take those that were assigned,
-if the costs are right.
+List scheduling lets workers end up to one work tile apart. In short lists this is much. This module
+assigns the last work tiles anew: longest first, then by swaps between workers. It lists them in the
+order in which they start. No work tile then starts later than planned, if the costs are right.
 """
 
 from __future__ import annotations
@@ -13,15 +11,18 @@ import heapq
 from collections.abc import Sequence
 
 ROUNDS = 3  # work tiles of each worker, on average, that are assigned anew
-_SWAPS = 8  # most swaps for each worker
+_SWAPS = 8  # most swaps, for each worker on average
 
 
-def balanced_end(costs: Sequence[int], workers: int) -> list[int]:
-    """Return the order of work tiles, as indices into `costs`: the last ones are in a new order.
+def balanced_end(costs: Sequence[int], workers: int) -> tuple[list[int], int]:
+    """Choose a new order of the last work tiles of a list.
 
     Args:
         costs: costs of the work tiles in list order.
         workers: number of workers, each of which takes the next work tile when it is free.
+
+    Returns:
+        The order of all work tiles, as indices into `costs`; and its makespan.
     """
     first = max(0, len(costs) - ROUNDS * workers)
     begin = [0] * workers
@@ -36,7 +37,7 @@ def balanced_end(costs: Sequence[int], workers: int) -> list[int]:
         for tile in sorted(tiles):
             starts.append((time, tile))
             time += costs[tile]
-    return [*range(first), *(tile for _, tile in sorted(starts))]
+    return [*range(first), *(tile for _, tile in sorted(starts))], max(loads)
 
 
 def _longest_first(
@@ -45,7 +46,7 @@ def _longest_first(
     """Assign the work tiles from index `first`, longest first, to the least loaded workers.
 
     Returns:
-        The load of each worker, which is `begin` before, and its work tiles.
+        The load of each worker after that, where `begin` is its load before; and its work tiles.
     """
     loads, own = list(begin), [list[int]() for _ in begin]
     free = [(load, worker) for worker, load in enumerate(loads)]

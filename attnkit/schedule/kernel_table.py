@@ -83,7 +83,8 @@ _LONG = 256  # query lengths above this prefer pairs of CTAs
 # Tiles of 192 rows are faster for each score than tiles of 128 rows, but they visit more scores at
 # the edges of a mask and at the end of the query. Up to this ratio of visited scores they win, on
 # one H200 at head dim 64 (benchmarks/results/hopper_steps.jsonl, "rows of a tile").
-TALL_TILE_GAIN = 1.12
+TALL_TILE_ROWS = 192
+TALL_TILE_LIMIT = 1.12
 
 # By template: (table without a score_mod, table with a score_mod).
 _TABLES = {SM90.template: (_SM90, _SM90_MODDED), SM100.template: (_SM100, _SM100)}
@@ -143,18 +144,18 @@ def _is_too_tall(kernel: Kernel, q_len: int | None) -> bool:
     if q_len is None:
         return False
     rows = kernel.block[0]
-    if rows == 192:
+    if rows == TALL_TILE_ROWS:
         visited, needed = -(-q_len // rows) * rows, -(-q_len // 128) * 128
-        return visited > TALL_TILE_GAIN * needed
-    return q_len <= (_LONG if kernel.ctas > 1 else 128) and rows > 192
+        return visited > TALL_TILE_LIMIT * needed
+    return q_len <= (_LONG if kernel.ctas > 1 else 128) and rows > TALL_TILE_ROWS
 
 
 def mask_tiles(candidates: Sequence[Kernel]) -> tuple[int, int]:
     """Return the (query, kv) tile size at which to classify a mask for these kernels.
 
     If the best kernel uses pairs of CTAs, tiles of this size can be joined to the tiles of a pair
-    and to those of a single CTA. If its tiles are taller than those of another kernel, but not by a
-    whole factor, tiles of this size can be joined to both.
+    and to those of a single CTA. If its rows are not a multiple of another kernel's, tiles of this
+    size can be joined to those of both.
     """
     best = candidates[0]
     rows, columns = best.block

@@ -7,9 +7,9 @@ of neighbouring rows of one unit.
 
 The longest work tiles of a section run first and read most of its keys and values from memory; the
 others find them in L2. A section that fills L2 thus alternates between phases that wait for memory
-and phases that leave it idle. In smaller sections these phases overlap, but they balance load
-worse. So a section takes a quarter of L2, and the last one takes all of it if that is needed for
-balance.
+and phases that leave it idle. With smaller sections these phases overlap, but workers end further
+apart. So a section takes at most a quarter of L2 if that keeps all workers busy, and the last
+section may take all of L2.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def sections(
     columns: int,
     capacity: int,
     least: int,
-    busy: float,
+    most_sections: int,
     large_end: bool,
 ) -> Tensor:
     """Group the work rows into sections, and return the section of each row, int64 [work rows].
@@ -110,7 +110,7 @@ def sections(
         rows, columns: rows of tiles of a head, and the most tiles that a row can have.
         capacity: number of tiles that fit L2.
         least: the fewest rows into which a unit is cut; more than `rows` to leave units whole.
-        busy: number of units that keep all workers busy.
+        most_sections: number of sections, with more of which one would not keep all workers busy.
         large_end: whether the last section takes as many units as fit L2.
     """
     size = columns
@@ -119,10 +119,13 @@ def sections(
     if size <= capacity:
         most = max(1, capacity // max(1, size))
         count = -(-units // max(1, most // _PARTS))
-        # a section must keep all workers busy, unless it fills L2
-        count = max(min(count, int(units / busy)), -(-units // most), 1)
+        count = max(min(count, most_sections), -(-units // most))  # more units exceed L2
         section = unit * count // units
-        return torch.where(unit >= units - most, count, section) if large_end else section
+        if large_end:
+            begin = max(0, units - most)
+            own = (begin - 1) * count // units + 1 if begin else 0
+            section = torch.where(unit >= begin, own, section)
+        return section
     chunk = chunk_of(kinds, rows, columns, capacity, least)
     row = torch.arange(unit.numel(), device=unit.device) % rows
     return unit * -(-rows // chunk) + row // chunk

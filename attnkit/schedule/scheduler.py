@@ -3,8 +3,8 @@
 A row of work computes one output tile. In the forward that is a (b, h, q block), which visits kv
 blocks; in the backward a (b, h, kv block), which visits q blocks by the transposed runs. Rows are
 ordered longest processing time first (Graham 1969) inside sections whose keys and values fit L2,
-and heads that share keys and values are neighbours. The last work tiles are ordered so that all
-workers end at about the same time. Rows that cost more than a worker's share are
+and heads that share keys and values are neighbours. In short lists the last work tiles are ordered
+so that all workers end at about the same time. Rows that cost more than a worker's share are
 split; in the forward a combine kernel merges their partial results
 (`attnkit.templates.common.combine`). Workers take work tiles in list order from one counter, so a
 long row does not delay others. The schedule is computed by torch operators on the runs' device,
@@ -212,6 +212,22 @@ def schedule_backward(
     return _Work(runs, shape, workers, cost, l2_bytes, order, True, lists, owners).schedule(split)
 
 
+class _Listed(NamedTuple):
+    """Holds the work tiles of a schedule, and their order in the list.
+
+    Attributes:
+        work_tiles: the work tiles in natural order.
+        costs: int64 [work tiles], their costs.
+        order: int64 [work tiles], the work tiles in list order.
+        makespan: predicted makespan in cycles.
+    """
+
+    work_tiles: WorkTiles
+    costs: Tensor
+    order: Tensor
+    makespan: int
+
+
 @dataclass(frozen=True, eq=False)
 class _Work:
     """Computes a forward or backward schedule from the arguments of `schedule_forward`."""
@@ -243,7 +259,7 @@ class _Work:
     def schedule(self, split: bool) -> Schedule:
         """Split the rows, order the work tiles, assign slots, and return the schedule."""
         rows = self._rows()
-        work_tiles, costs, order = self._best_sections(rows, split)
+        work_tiles, costs, order, _ = self._best_sections(rows, split)
         unsplit = int((rows.body + self.cost.tile).sum())
         return self._build(rows, work_tiles, costs, order, unsplit)
 
@@ -262,41 +278,53 @@ class _Work:
         full, partial = (_tiles_of(kind)[self._mask_rows()] for kind in self.lists[:2])
         return Rows(partial, full, self.cost)
 
-    def _best_sections(self, rows: Rows, split: bool) -> tuple[WorkTiles, Tensor, Tensor]:
-        """Return the result of `_best_split` for small sections, or with a large one at the end.
+    def _best_sections(self, rows: Rows, split: bool) -> _Listed:
+        """Return the best list with small sections, or with a large one at the end.
 
-        Small sections alone read memory more evenly, so they may cost a little balance.
+        Small sections read memory more evenly. They are kept unless a large one at the end, or
+        split rows, shorten the makespan by more than 1/250.
         """
-        head_rank, found = self._head_ranks(), []
+        head_rank = self._head_ranks()
         share = int((rows.body + self.cost.tile).sum()) // self.workers
-        for large_end in (False, True):
-            best = self._best_split(rows, self._sections(large_end), head_rank, split)
-            makespan = predict_makespan(best[1][best[2]], self.workers)
-            found.append((makespan, best))
-            if makespan * 150 <= share * 151:  # near the lower bound
-                break
-        small, large = found[0], found[-1]
-        makespan, best = small if small[0] * 150 <= large[0] * 151 else large
-        return self._balanced(best, makespan, share)
+        section, large = self._sections(False), self._sections(True)
+        small = None
+        if not torch.equal(section, large):
+            small = self._best_whole(rows, section, head_rank, share)
+            if _near(small.makespan, share):
+                return small
+        other = self._balanced(*self._best_split(rows, large, head_rank, split), share)
+        if small is not None and _near(small.makespan, other.makespan, 250):
+            return small
+        return other
 
-    def _balanced(
-        self, best: tuple[WorkTiles, Tensor, Tensor], makespan: int, share: int
-    ) -> tuple[WorkTiles, Tensor, Tensor]:
-        """Return the work tiles with another order of the last ones, if that saves 0.5 %.
+    def _best_whole(self, rows: Rows, section: Tensor, head_rank: Tensor, share: int) -> _Listed:
+        """Return the best list of whole rows; `share` is a worker's share of the cost."""
+        work_tiles = keep_whole(rows)
+        costs = work_tiles.costs(rows)
+        order = self._ordered(work_tiles, costs, section, head_rank, False)
+        best = self._balanced(work_tiles, costs, order, share)
+        if self.order == "falling" and not _near(best.makespan, share):
+            order = self._ordered(work_tiles, costs, section, head_rank, True)
+            other = self._balanced(work_tiles, costs, order, share)
+            best = other if other.makespan * 100 < best.makespan * 99 else best
+        return best
 
-        Args:
-            best: the result of `_best_split`.
-            makespan: its predicted makespan.
-            share: the lower bound of makespans.
+    def _balanced(self, work_tiles: WorkTiles, costs: Tensor, order: Tensor, share: int) -> _Listed:
+        """Return the list with another order of its last work tiles, if that saves 0.5 %.
+
+        `share` is a worker's share of the cost.
         """
-        work_tiles, costs, order = best
+        makespan = predict_makespan(costs[order], self.workers)
+        listed = _Listed(work_tiles, costs, order, makespan)
         few = order.numel() <= self.workers * GRAIN  # else the last work tiles hardly matter
-        if self.order != "longest" or not few or makespan * 200 <= share * 201:
-            return best
-        end = torch.tensor(balanced_end(costs[order].tolist(), self.workers), device=order.device)
-        changed = work_tiles, costs, order[end]
-        better = predict_makespan(costs[changed[2]], self.workers) * 200 <= makespan * 199
-        return changed if better else best
+        bound = max(share, int(costs.max()))
+        if self.order != "longest" or not few or _near(makespan, bound):
+            return listed
+        end, changed = balanced_end(costs[order].tolist(), self.workers)
+        if changed * 200 > makespan * 199:
+            return listed
+        order = order[torch.tensor(end, device=order.device)]
+        return listed._replace(order=order, makespan=changed)
 
     def _sections(self, large_end: bool) -> Tensor:
         """Return the section of every work row, int64; see `attnkit.schedule.l2_sections`."""
@@ -310,9 +338,13 @@ class _Work:
         # sections need enough rows to keep the workers busy; a fixed order of a head's tiles is
         # never cut into sections
         least = -(-self.workers // members) if self.order == "longest" else blocks + 1
-        busy = self.workers / (members * blocks)
+        most = unit.numel() // self.workers
+        if (
+            self.order != "longest"
+        ):  # workers end further apart in sections that are a bit too small
+            most = -(-units // -(-self.workers // (members * blocks)))
         kinds = full, partial
-        return sections(kinds, units, unit, blocks, columns, capacity, least, busy, large_end)
+        return sections(kinds, units, unit, blocks, columns, capacity, least, most, large_end)
 
     def _head_ranks(self) -> Tensor:
         """Return the rank of each row's head: heads that share K and V are adjacent.
@@ -465,6 +497,11 @@ def _coordinates(row: Tensor, heads: int, blocks: int) -> tuple[Tensor, Tensor, 
     pair = row // blocks
     b, h, tile = pair // heads, pair % heads, row % blocks
     return b.to(torch.int32), h.to(torch.int32), tile.to(torch.int32)
+
+
+def _near(makespan: int, other: int, part: int = 150) -> bool:
+    """Return whether a makespan exceeds another one by at most 1 / `part`."""
+    return makespan * part <= other * (part + 1)
 
 
 def _lexsort(*keys: Tensor) -> Tensor:

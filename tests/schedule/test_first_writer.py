@@ -120,13 +120,13 @@ def test_packed_heads_have_the_first_writers_of_one_head(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BANDS)
-def test_bands_take_first_writers_without_waiting(name: str) -> None:
+def test_bands_take_first_writers_and_hardly_wait(name: str) -> None:
     runs = made(BANDS[name], 4096)
     before = scheduled(runs, 32)
     found = choose_first_writers(runs, before, 32 * 4096 * 128)
     assert not isinstance(found, str), found
     schedule, owners = found
-    assert owners.cycles < owners.saved  # waiting costs less than the memset saved
+    assert owners.cycles * 80 < before.bound
     assert simulate(schedule).makespan * 100 < simulate(before).makespan * 102
 
 
