@@ -12,7 +12,7 @@ from attnkit.graph.ir import Node
 from attnkit.graph.staging import is_relative
 from attnkit.jit.artifact import Build
 from attnkit.schedule.kernel_table import (
-    TALL_TILE_GAIN,
+    TALL_TILE_LIMIT,
     Kernel,
     fitting_kernel,
     padded_head_dims,
@@ -56,10 +56,10 @@ def choose_kernel(
     if not others:
         return best, "its tiles are joined from those of the mask"
     scores, fewer = visited_scores(runs, best.block), visited_scores(runs, others[0].block)
-    if scores > TALL_TILE_GAIN * fewer:
-        best = others[0]
-    more = scores / max(1, fewer) - 1
-    return best, f"tiles of {joined[0].block[0]} rows would visit {more:.0%} more scores"
+    more = f"{scores / fewer - 1:.0%} more scores" if fewer else "nothing either"
+    if scores > TALL_TILE_LIMIT * fewer:
+        return others[0], f"tiles of {best.block[0]} rows would visit {more}"
+    return best, f"tiles of {others[0].block[0]} rows are slower; these visit {more}"
 
 
 def _joins(block: tuple[int, int], larger: tuple[int, int]) -> bool:

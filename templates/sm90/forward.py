@@ -285,7 +285,7 @@ class Forward:
                 bars.init(c)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # the code below reads and writes global memory, the kernel before this one may too
+        # The code below uses global memory, which the kernel before this one may still use.
         cute.arch.griddepcontrol_wait()
 
         scalars = Scalars(*numbers)
