@@ -25,7 +25,8 @@ Row = dict[str, Any]
 def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str, Row]]:
     """Return {case: {contender: row}} of one run of each case, in the order of `rows`.
 
-    It is the newest run in which a peer was timed, or else the newest run.
+    It is the newest of the runs that timed the most peers: the best peer of a run that lacks one
+    may not be the best one.
     """
     wanted = [row for row in rows if (row.get("direction"), row.get("mode")) == (direction, mode)]
     runs: dict[str, dict[str, dict[str, Row]]] = {}
@@ -36,14 +37,14 @@ def newest(rows: Sequence[Row], direction: str, mode: str) -> dict[str, dict[str
         # ratios of a run refer to our time in it
         timed = {run: own for run, own in of_case.items() if "ms" in own.get(OURS, {})}
         if timed:
-            chosen = max(timed, key=lambda run: (_has_peer(timed[run]), run))
+            chosen = max(timed, key=lambda run: (_peers(timed[run]), run))
             found[case] = timed[chosen]
     return found
 
 
-def _has_peer(rows: dict[str, Row]) -> bool:
-    """Return whether a contender other than attnkit was timed."""
-    return any("ms" in row for name, row in rows.items() if not name.startswith(OURS))
+def _peers(rows: dict[str, Row]) -> int:
+    """Return how many contenders other than attnkit were timed."""
+    return sum("ms" in row for name, row in rows.items() if not name.startswith(OURS))
 
 
 def contenders(cases: dict[str, dict[str, Row]]) -> list[str]:
