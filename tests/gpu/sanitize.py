@@ -8,8 +8,8 @@ racecheck does not follow `bar.arrive` (see `racecheck_idioms.py`). With `bar.ar
 for head dims to 128 passes chunks of dQ to the warps that add them. With `--sync` these kernels use
 `bar.sync` there and are otherwise unchanged.
 
-racecheck does not follow a warp barrier either, after which one lane arrives for all. With `--lanes`
-every lane arrives. What is then left, and why, is in docs/notes/hopper.md.
+Nor does racecheck follow one lane that arrives for its warp after a warp barrier. With `--lanes` every
+lane arrives. docs/notes/hopper.md says what is then left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from tests.gpu import backward_kit
 from tests.gpu import cute_kit as kit
 
 BF16 = torch.bfloat16
-ARRIVING_WARPS = (4, 8, 12)  # arrivals of mbarriers at which one lane arrives for each warp
+# Counts of the mbarriers at which one lane arrives for each warp, by `device.arrive`. A barrier with
+# such a count and other arrivals would hang with `--lanes`.
+WARP_COUNTS = (4, 8, 12)
 HANDED_BY = 160  # threads of a barrier: a consumer, and the warp that adds its chunk of dQ
 SIZES: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64, "value_dim": 64, "dtype": BF16}
 
@@ -118,7 +120,7 @@ def run_backward(variant: Variant, case: Case, compare: bool, orders: tuple[bool
 
 
 @contextmanager
-def synchronised(sync: bool, lanes: bool) -> Iterator[None]:
+def made_visible(sync: bool, lanes: bool) -> Iterator[None]:
     """Compile kernels inside the `with` block so that racecheck follows more of what they do.
 
     The disk cache is an empty folder, so that no kernel of another process is loaded.
@@ -134,7 +136,7 @@ def synchronised(sync: bool, lanes: bool) -> Iterator[None]:
         one(barrier_id=barrier_id, number_of_threads=number_of_threads, **options)
 
     def init_for_lanes(barrier: Any, count: Any, **options: Any) -> None:
-        init(barrier, 32 * count if count in ARRIVING_WARPS else count, **options)
+        init(barrier, 32 * count if count in WARP_COUNTS else count, **options)
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNKIT_CACHE_DIR", folder)
@@ -162,7 +164,7 @@ def main() -> int:
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     orders = {"any": (False,), "fixed": (True,), "both": (False, True)}[options.order]
     changed = options.sync or options.lanes
-    with synchronised(options.sync, options.lanes) if changed else nullcontext():
+    with made_visible(options.sync, options.lanes) if changed else nullcontext():
         return run_all(options, orders)
 
 
