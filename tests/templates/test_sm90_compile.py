@@ -117,8 +117,8 @@ def test_entropies_spill_no_registers(name: str, head_dim: int) -> None:
 @pytest.mark.assembled
 @pytest.mark.parametrize(
     ("name", "entropy", "normalization"),
-    sampled(list(product(PLAIN, [False, True], ["softmax"])), 3)
-    + sampled(list(product(PLAIN, [False], ["sigmoid", "none"])), 2),
+    sampled(list(product(PLAIN, [False, True], ["softmax"])), 5)
+    + sampled(list(product(PLAIN, [False], ["sigmoid", "none"])), 5),
 )
 def test_short_queries_of_narrow_heads(name: str, entropy: bool, normalization: str) -> None:
     here = source(name, 64, 64, entropy, normalization, SHORT)
