@@ -15,7 +15,7 @@ _SWAPS = 8  # most swaps, for each worker on average
 
 
 def balanced_end(costs: Sequence[int], workers: int) -> tuple[list[int], int]:
-    """Choose a new order of the last work tiles of a list.
+    """Reorder the last work tiles of a list so that all workers end at about the same time.
 
     Args:
         costs: costs of the work tiles in list order.
@@ -43,10 +43,15 @@ def balanced_end(costs: Sequence[int], workers: int) -> tuple[list[int], int]:
 def _longest_first(
     begin: list[int], costs: Sequence[int], first: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Assign the work tiles from index `first`, longest first, to the least loaded workers.
+    """Assign the last work tiles: each time the longest to the least loaded worker.
+
+    Args:
+        begin: load of each worker before these work tiles.
+        costs: costs of all work tiles.
+        first: index of the first of these work tiles.
 
     Returns:
-        The load of each worker after that, where `begin` is its load before; and its work tiles.
+        The load of each worker after them; and the indices of its work tiles.
     """
     loads, own = list(begin), [list[int]() for _ in begin]
     free = [(load, worker) for worker, load in enumerate(loads)]
@@ -60,9 +65,12 @@ def _longest_first(
 
 
 def _swap(loads: list[int], own: list[list[int]], costs: Sequence[int]) -> bool:
-    """Swap work tiles of the most loaded worker and of another one, if that lowers the higher load.
+    """Exchange a work tile of the most loaded worker for a cheaper one of another worker.
 
-    The other worker is the least loaded one that allows it.
+    The other worker is the least loaded one for which that lowers the higher of both loads.
+
+    Returns:
+        Whether there was such an exchange.
     """
     most = max(range(len(loads)), key=loads.__getitem__)
     for other in sorted(range(len(loads)), key=loads.__getitem__):

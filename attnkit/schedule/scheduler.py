@@ -213,7 +213,7 @@ def schedule_backward(
 
 
 class _Listed(NamedTuple):
-    """Holds the work tiles of a schedule, and their order in the list.
+    """Holds work tiles, the order in which workers take them, and when the last worker ends.
 
     Attributes:
         work_tiles: the work tiles in natural order.
@@ -279,7 +279,7 @@ class _Work:
         return Rows(partial, full, self.cost)
 
     def _best_sections(self, rows: Rows, split: bool) -> _Listed:
-        """Return the best list with small sections, or with a large one at the end.
+        """Choose between small sections and sections with a large one at the end.
 
         Small sections read memory more evenly. They are kept unless a large one at the end, or
         split rows, shorten the makespan by more than 1/250.
@@ -298,7 +298,10 @@ class _Work:
         return other
 
     def _best_whole(self, rows: Rows, section: Tensor, head_rank: Tensor, share: int) -> _Listed:
-        """Return the best list of whole rows; `share` is a worker's share of the cost."""
+        """Order whole rows in these sections, and return the list with the least predicted makespan.
+
+        `share` is the total cost divided by the number of workers.
+        """
         work_tiles = keep_whole(rows)
         costs = work_tiles.costs(rows)
         order = self._ordered(work_tiles, costs, section, head_rank, False)
@@ -310,9 +313,9 @@ class _Work:
         return best
 
     def _balanced(self, work_tiles: WorkTiles, costs: Tensor, order: Tensor, share: int) -> _Listed:
-        """Return the list with another order of its last work tiles, if that saves 0.5 %.
+        """Reorder the last work tiles of a list if that shortens its makespan by 0.5 %.
 
-        `share` is a worker's share of the cost.
+        `share` is the total cost divided by the number of workers.
         """
         makespan = predict_makespan(costs[order], self.workers)
         listed = _Listed(work_tiles, costs, order, makespan)
@@ -339,9 +342,8 @@ class _Work:
         # never cut into sections
         least = -(-self.workers // members) if self.order == "longest" else blocks + 1
         most = unit.numel() // self.workers
-        if (
-            self.order != "longest"
-        ):  # workers end further apart in sections that are a bit too small
+        # a "falling" list ends unevenly with sections that are a bit too small for all workers
+        if self.order != "longest":
             most = -(-units // -(-self.workers // (members * blocks)))
         kinds = full, partial
         return sections(kinds, units, unit, blocks, columns, capacity, least, most, large_end)
@@ -500,7 +502,7 @@ def _coordinates(row: Tensor, heads: int, blocks: int) -> tuple[Tensor, Tensor, 
 
 
 def _near(makespan: int, other: int, part: int = 150) -> bool:
-    """Return whether a makespan exceeds another one by at most 1 / `part`."""
+    """Return whether `makespan` is at most (1 + 1 / `part`) times `other`."""
     return makespan * part <= other * (part + 1)
 
 

@@ -63,12 +63,12 @@ def choose_kernel(
 
 
 def _joins(block: tuple[int, int], larger: tuple[int, int]) -> bool:
-    """Return whether tiles of size `block` can be joined to larger tiles with as many columns."""
+    """Return whether several tiles of size `block`, one below the other, make one of size `larger`."""
     return block[1] == larger[1] and block[0] < larger[0] and larger[0] % block[0] == 0
 
 
 def visited_scores(runs: BlockRuns, block: tuple[int, int]) -> int:
-    """Return the number of scores in the tiles of size `block` that a mask does not empty."""
+    """Count the scores that a kernel with tiles of size `block` computes, masked ones included."""
     _, partial, full = retile(runs, block).counts()
     return (partial + full) * block[0] * block[1]
 
