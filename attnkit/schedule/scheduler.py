@@ -3,8 +3,7 @@
 A row of work computes one output tile. In the forward that is a (b, h, q block), which visits kv
 blocks; in the backward a (b, h, kv block), which visits q blocks by the transposed runs. Rows are
 ordered longest processing time first (Graham 1969) inside sections whose keys and values fit L2,
-and heads that share keys and values are neighbours. In short lists the last work tiles are ordered
-so that all workers end at about the same time. Rows that cost more than a worker's share are
+and heads that share keys and values are neighbours. Rows that cost more than a worker's share are
 split; in the forward a combine kernel merges their partial results
 (`attnkit.templates.common.combine`). Workers take work tiles in list order from one counter, so a
 long row does not delay others. The schedule is computed by torch operators on the runs' device,
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.schedule.balanced_end import balanced_end
 from attnkit.schedule.l2_sections import sections, unit_of_rows
 from attnkit.schedule.split_kv import (
     GRAIN,
@@ -174,8 +172,7 @@ def schedule_forward(
         workers: number of persistent CTAs, usually the number of SMs.
         cost: cost model of the work.
         l2_bytes: bytes of K and V that fit L2, see `attnkit.schedule.l2_sections`.
-        order: "longest": longest first in each section, except for the last work tiles, see
-            `attnkit.schedule.balanced_end`. "grid": by (b, h, tile) as in a plain
+        order: "longest": longest first in each section. "grid": by (b, h, tile) as in a plain
             launch, never split. "ascending" or "descending": by tile in each section. "falling":
             descending, except that the shortest work tiles may come at the end, never split.
         split: whether rows may be split along kv.
@@ -292,7 +289,7 @@ class _Work:
             small = self._best_whole(rows, section, head_rank, share)
             if _near(small.makespan, share):
                 return small
-        other = self._balanced(*self._best_split(rows, large, head_rank, split), share)
+        other = self._listed(*self._best_split(rows, large, head_rank, split))
         if small is not None and _near(small.makespan, other.makespan, 250):
             return small
         return other
@@ -305,29 +302,16 @@ class _Work:
         work_tiles = keep_whole(rows)
         costs = work_tiles.costs(rows)
         order = self._ordered(work_tiles, costs, section, head_rank, False)
-        best = self._balanced(work_tiles, costs, order, share)
+        best = self._listed(work_tiles, costs, order)
         if self.order == "falling" and not _near(best.makespan, share):
             order = self._ordered(work_tiles, costs, section, head_rank, True)
-            other = self._balanced(work_tiles, costs, order, share)
+            other = self._listed(work_tiles, costs, order)
             best = other if other.makespan * 100 < best.makespan * 99 else best
         return best
 
-    def _balanced(self, work_tiles: WorkTiles, costs: Tensor, order: Tensor, share: int) -> _Listed:
-        """Reorder the last work tiles of a list if that shortens its makespan by 0.5 %.
-
-        `share` is the total cost divided by the number of workers.
-        """
-        makespan = predict_makespan(costs[order], self.workers)
-        listed = _Listed(work_tiles, costs, order, makespan)
-        few = order.numel() <= self.workers * GRAIN  # else the last work tiles hardly matter
-        bound = max(share, int(costs.max()))
-        if self.order != "longest" or not few or _near(makespan, bound):
-            return listed
-        end, changed = balanced_end(costs[order].tolist(), self.workers)
-        if changed * 200 > makespan * 199:
-            return listed
-        order = order[torch.tensor(end, device=order.device)]
-        return listed._replace(order=order, makespan=changed)
+    def _listed(self, work_tiles: WorkTiles, costs: Tensor, order: Tensor) -> _Listed:
+        """Predict when the last worker ends."""
+        return _Listed(work_tiles, costs, order, predict_makespan(costs[order], self.workers))
 
     def _sections(self, large_end: bool) -> Tensor:
         """Return the section of every work row, int64; see `attnkit.schedule.l2_sections`."""
