@@ -51,8 +51,8 @@ class BackwardTemplate:
     Attributes:
         roles: warps of each role, for reports of the emulator.
         options: compiler options of the main kernel.
-        semaphores: number of semaphores that order the additions to a tile of dQ, and to a tile of
-            dK or dV, for each CTA that shares the tile.
+        semaphores: settings -> number of semaphores that order the additions to a tile of dQ, and to
+            a tile of dK or dV, for each CTA that shares the tile.
         widths: head dims -> head dims as the kernels compute them; None if they are too wide.
         block_q: (widths, whether dS = P (dP - delta) and the main kernel sums no gradient of a
             captured tensor) -> rows of a q tile.
@@ -87,7 +87,7 @@ class BackwardTemplate:
 
     roles: dict[str, range]
     options: str
-    semaphores: tuple[int, int]
+    semaphores: Callable[[BackwardSettings], tuple[int, int]]
     widths: Callable[[HeadDims], HeadDims | None]
     block_q: Callable[[HeadDims, bool], int]
     block_kv: Callable[[HeadDims, Mapping[str, Any]], int]

@@ -24,14 +24,15 @@ ROLES = {
 }
 # at level 3 the gradients of captured tensors spill registers
 OPTIONS = "--opt-level=2"
-SEMAPHORES = 1, 1
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     """Return (head_dim, head_dim_v) rounded up to those of the kernels; None if too wide."""
     wide, deep = head_dims
-    if deep > 128 or wide > 192:
+    if max(head_dims) > 256:
         return None
+    if deep > 128 or wide > 192:
+        return 256, 256
     if wide > 128:
         return 192, 128
     return 64 if wide <= 64 else 128, 64 if deep <= 64 else 128
@@ -39,7 +40,7 @@ def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 def block_q(widths: tuple[int, int], light: bool) -> int:
     """Return the number of rows of a q tile."""
-    return 64 if widths[0] == 192 else 128
+    return 64 if widths[0] > 128 else 128
 
 
 def block_kv(widths: tuple[int, int], values: Mapping[str, Any]) -> int:
@@ -58,9 +59,15 @@ def switches(case: BackwardCase) -> dict[str, Any]:
 
     ctas: dict[str, Any] = {} if refusal(case) else {"two_cta": True}
     sizes: dict[str, Any] = {"head_dim": case.widths[0], "head_dim_v": case.widths[1]}
-    sizes |= {"with_dropout": case.dropout}
+    sizes |= {"block_q": block_q(case.widths, True), "with_dropout": case.dropout}
     fits = case.additive and not case.learned and BackwardConfig(**sizes, **ctas).less_delta
     return ctas | {"less_lse": fits}
+
+
+def semaphores(settings: BackwardSettings) -> tuple[int, int]:
+    """Return the semaphores of a tile of dQ, and of dK or dV: one for each part of its columns."""
+    parts: int = config(settings).column_parts
+    return parts, parts
 
 
 def splits(settings: BackwardSettings) -> bool:
@@ -118,7 +125,7 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=SEMAPHORES,
+    semaphores=semaphores,
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,

@@ -228,7 +228,7 @@ def weights(widths: tuple[int, int], learned: bool) -> bool:
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=SEMAPHORES,
+    semaphores=lambda settings: SEMAPHORES,
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,

@@ -7,6 +7,9 @@ kv position and half of the block's q rows. It replaces S^T by P^T and dP^T by d
 memory, where dV += P^T dO and dK += dS^T Q read them. dS^T is also written to shared memory, for
 dQ = dS K, which bulk reductions add to global memory (FlashAttention-4's backward with one CTA).
 
+At head dim 256, tensor memory has no room for dK and dV. Two work tiles share a kv block there.
+Both compute the same S and dP, and each computes half of the columns of dQ, dK and dV.
+
 Query and kv blocks are visited in ascending order, with PARTIAL and FULL blocks mixed. Only blocks
 that need the mask run mask instructions.
 """
@@ -76,7 +79,7 @@ class Backward:
         softmax = SoftmaxBackward(config, hooks, self.dtype)
         epilogue = Epilogue(config, group, self.dtype)
         self.producer = Producer(config)
-        self.mma = Mma(config, self.lse_in_mma, self.dtype)
+        self.mma = Mma(config, group, self.lse_in_mma, self.dtype)
         self.compute = ComputeWarpgroup(
             config, Parts(group, self.lse_in_mma, softmax, ScoreGrads(softmax), epilogue)
         )
@@ -131,8 +134,8 @@ class Backward:
             tile(bn, head_dim, 1),  # K
             tile(bn, head_dim_v, 1),  # V
             tile(bm, head_dim_v, c.stages),  # dO
-            tile(bn, 64, head_dim // 64),  # dK, in the memory of K
-            tile(bn, 64, head_dim_v // 64),  # dV, in the memory of V
+            tile(bn, 64, c.grad_dims[0] // 64),  # dK, in the memory of K
+            tile(bn, 64, c.grad_dims[1] // 64),  # dV, in the memory of V
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma = [
@@ -156,7 +159,7 @@ class Backward:
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
             v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # directly after V: dV and dK are stored from the memory of V and K as one tile
+            # directly after V: the epilogue addresses both from V on
             k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
             q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
             do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]

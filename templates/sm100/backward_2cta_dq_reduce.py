@@ -27,10 +27,15 @@ class DqReduce2Cta(DqReduce):
         self.group.arrive_leader(bars.epilogue_done)
 
     def add_block(
-        self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: Any
+        self,
+        target: SumTarget,
+        place: tuple[Int32, Any],
+        turn: Int32,
+        count: Int32,
+        bars: Any,
     ) -> None:
         """Add this CTA's half of the rows of a q block's dQ to the sums."""
-        c = self.config
+        c, (tile, _) = self.config, place
         self.wait_slots(target.thread)
         self.sync()
         cute.arch.mbarrier_wait(bars.dq_full, count & 1)

@@ -117,7 +117,8 @@ class ComputeWarpgroup:
             kv_rows = self.group.kv_rows(kv_block)
             scaled = self.lse_in_mma.scale(p.scale)
             site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_rows * c.rows_kv)
-            tile = self.softmax.begin(site, row, extras, p.heads)
+            part = self.group.column_part(info, kv_count)
+            tile = self.softmax.begin(site, row, extras, p.heads, part)
             self.score_grads.reset(sums)
             for i in cutlass.range(count, unroll=1):
                 r = q_stage(c, q_count)
@@ -153,8 +154,8 @@ class ComputeWarpgroup:
                 self.epilogue.wait_last_tile(bars, kv_count, True)
             if const_expr(not c.accumulate):
                 target = GradTarget(
-                    atoms, tiles, views, smem_dv, tmem_warp, (kv_rows, h, b), wg, row, count,
-                    p.scale,
+                    atoms, tiles, views, smem_dv, tmem_warp, (kv_rows, h, b, part), wg, row,
+                    count, p.scale,
                 )  # fmt: skip
                 for ready, blocks in self.epilogue.gradient_blocks(bars):
                     if count > 0:

@@ -29,8 +29,8 @@ class BackwardConfig:
     Attributes:
         dtype: dtype of all inputs and gradients, "bfloat16" or "float16".
         head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded
-            with zeros to 64 or 128 each, or to 192 and 128.
-        block_q: rows of a q block, 128, or 64 with a head_dim of 192.
+            with zeros to 64 or 128 each, to 192 and 128, or to 256 both.
+        block_q: rows of a q block, 128, or 64 with a head_dim above 128.
         accumulate: add dK and dV to float32 sums, because query heads share a kv head; otherwise
             store them in `dtype`.
         sum_order: order of kv tiles in which they add to the sums (deterministic mode), "ascending"
@@ -58,7 +58,25 @@ class BackwardConfig:
     with_dropout: bool = False
 
     rows_kv = 128  # kv positions per CTA
-    slices = 2  # buffers in shared memory for slices of sums
+
+    @property
+    def column_parts(self) -> int:
+        """Return the number of work tiles that share a kv block.
+
+        Each computes an equal part of the columns of dQ, dK and dV. Tensor memory has no room for
+        256 columns of dK and of dV.
+        """
+        return 2 if self.head_dim == 256 else 1
+
+    @property
+    def grad_dims(self) -> tuple[int, int]:
+        """Return the columns of dQ and dK, and of dV, that a work tile computes."""
+        return self.head_dim // self.column_parts, self.head_dim_v // self.column_parts
+
+    @property
+    def slices(self) -> int:
+        """Return the number of buffers in shared memory for slices of sums."""
+        return 1 if self.head_dim == 256 else 2
 
     @property
     def ctas(self) -> int:
@@ -82,7 +100,13 @@ class BackwardConfig:
 
     @property
     def q_stages(self) -> int:
-        """Return the stages of Q: at least two, because dK reads Q one block after S."""
+        """Return the stages of Q.
+
+        They are at least two, because dK reads Q one block after S. At head dim 256 shared memory
+        has room for one, so the MMAs of a block precede S of the next.
+        """
+        if self.head_dim == 256:
+            return 1
         return 4 if self.head_dim == self.head_dim_v == 64 else 2
 
     @property
@@ -99,7 +123,7 @@ class BackwardConfig:
         """
         if self.with_dropout:
             return False
-        return self.two_cta or (self.head_dim, self.head_dim_v) != (128, 128)
+        return self.two_cta or (self.head_dim, self.head_dim_v) not in ((128, 128), (256, 256))
 
     @property
     def words(self) -> tuple[int, int]:
@@ -140,11 +164,11 @@ class BackwardConfig:
     @property
     def dk_column(self) -> int:
         """Return the first column of dK in tensor memory."""
-        return self.dv_column + self.head_dim_v
+        return self.dv_column + self.grad_dims[1]
 
     @property
     def _free_columns(self) -> int:
-        return TMEM_COLUMNS - self.dk_column - self.head_dim
+        return TMEM_COLUMNS - self.dk_column - self.grad_dims[0]
 
     @property
     def dq_over_dp(self) -> bool:
@@ -162,14 +186,15 @@ class BackwardConfig:
     @property
     def dq_parts(self) -> int:
         """Return the number of parts in which dQ of a q block is computed and added."""
-        return self.head_dim // self.dq_width // self.ctas
+        return self.grad_dims[0] // self.dq_width // self.ctas
 
     @property
     def dq_width(self) -> int:
         """Return the number of columns of dQ that tensor memory has at a time."""
         if self.two_cta:  # 64 rows on 128 lanes: each half of the lanes has half of the columns
             return self.head_dim // 2
-        return self.head_dim if self.dq_over_dp else 64
+        width = self.grad_dims[0]
+        return width if self.dq_over_dp else min(width, self._free_columns // 64 * 64)
 
     @property
     def dq_column(self) -> int:
@@ -215,8 +240,8 @@ class BackwardConfig:
         return [
             ("S", self.s_column, self.block_q),
             ("dP", self.dp_column, self.block_q),
-            ("dV", self.dv_column, self.head_dim_v),
-            ("dK", self.dk_column, self.head_dim),
+            ("dV", self.dv_column, self.grad_dims[1]),
+            ("dK", self.dk_column, self.grad_dims[0]),
             ("dQ", self.dq_column, self.dq_width),
         ]
 
@@ -238,20 +263,23 @@ class BackwardConfig:
     def problem(self) -> str | None:
         """Return the reason why this configuration is not supported, or None if it is supported."""
         widths = (self.head_dim, self.head_dim_v)
-        if widths != (192, 128) and not (set(widths) <= {64, 128}):
+        if widths not in ((192, 128), (256, 256)) and not (set(widths) <= {64, 128}):
             return (
                 f"head dims of {self.head_dim} and {self.head_dim_v}: "
-                "expected 64 or 128 each, or 192 and 128"
+                "expected 64 or 128 each, 192 and 128, or 256 both"
             )
-        if self.block_q != (64 if self.head_dim == 192 else 128):
-            return f"block_q={self.block_q} with head_dim={self.head_dim}: expected 128, or 64 with 192"
+        if self.block_q != (64 if self.head_dim > 128 else 128):
+            return (
+                f"block_q={self.block_q} with head_dim={self.head_dim}: "
+                "expected 128, or 64 above a head_dim of 128"
+            )
         if self.two_cta and widths != (128, 128):
             return (
                 f"two_cta=True with head dims of {self.head_dim} and {self.head_dim_v}: "
                 "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
-            return "less_lse=True with dropout, or with head dims of 128 and two_cta=False: expected False"
+            return "less_lse=True with dropout, or with head dims of 128 or 256 and two_cta=False: expected False"
         if self.weights and (self.with_entropy or self.with_dropout):
             return "entropies or dropout without a softmax: expected neither"
         if self.dtype not in ("bfloat16", "float16"):

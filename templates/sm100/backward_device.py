@@ -50,6 +50,20 @@ def mn_major(start: Int32, rows: int, step: int, first: int = 0) -> Int32:
     return _lower(start, first // _BLOCK * block + step * STEP * _ROW, block >> 4)
 
 
+def column_part(start: Any, rows: int, part: Any, columns: int) -> Any:
+    """Return the shared address of a part of the columns of a swizzled tile.
+
+    Args:
+        start: shared address of the tile.
+        rows: rows of the tile.
+        part: index of the part; the int 0 returns `start`.
+        columns: columns of a part, a multiple of 64.
+    """
+    if isinstance(part, int) and part == 0:
+        return start
+    return start + part * (columns // _BLOCK * rows * _ROW)
+
+
 def _lower(start: Int32, offset: int, leading: int) -> Int32:
     return (start >> 4) + Int32((offset >> 4) + (leading << 16))
 

@@ -107,6 +107,7 @@ class DqReduce:
                 info[record + i]
                 for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
             )
+            part = self.group.column_part(info, kv_count)
             first_tile = (b * p.heads + h) * blocks
             for _ in cutlass.range(count, unroll=1):
                 r = q_stage(c, q_count)
@@ -114,7 +115,7 @@ class DqReduce:
                 tile = first_tile + (info[r] >> 2)
                 cute.arch.sync_warp()  # all lanes have read the word
                 common_device.arrive(bars.block_empty + r)
-                self.add_block(target, tile, kv_block, q_count, bars)
+                self.add_block(target, (tile, part), kv_block, q_count, bars)
                 q_count += 1
             if const_expr(c.accumulate):
                 if count > 0:
@@ -123,7 +124,7 @@ class DqReduce:
                     acc_count += 1
                     kv_head = cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group
                     self.add_dk_dv(
-                        target, (kv_head, self.group.kv_rows(kv_block), kv_blocks),
+                        target, (kv_head, self.group.kv_rows(kv_block), kv_blocks, part),
                         (q_tiles, kv_tiles),
                         (info[record + WorkTile.TURN], info[record + WorkTile.NUM_TURNS]),
                     )  # fmt: skip
@@ -141,24 +142,32 @@ class DqReduce:
         common_device.arrive(bars.kv_empty)
 
     def add_block(
-        self, target: SumTarget, tile: Int32, turn: Int32, count: Int32, bars: CommonBarriers
+        self,
+        target: SumTarget,
+        place: tuple[Int32, Any],
+        turn: Int32,
+        count: Int32,
+        bars: CommonBarriers,
     ) -> None:
         """Add dQ of a q block to its sums.
 
         Args:
             target: source and target of the additions.
-            tile: index of the q block among those of all heads.
+            place: index of the q block among those of all heads; part of the columns as from
+                `Group.column_part`.
             turn: the turn, which is the index of the kv block.
             count: index of the q block in the CTA.
             bars: mbarriers.
         """
-        c = self.config
+        c, (tile, column_part) = self.config, place
         start = Int64(tile) * (c.block_q * c.head_dim)
+        start = self.part_of(start, column_part, c.block_q * c.grad_dims[0])
+        semaphore = self.semaphore_of(tile, column_part)
         for part in range(c.dq_parts):
             cute.arch.mbarrier_wait(bars.dq_full, (count * c.dq_parts + part) & 1)
             fence_after()
             if part == 0:
-                self.wait_turn(target, tile, turn)
+                self.wait_turn(target, semaphore, turn)
             to, last = start + part * c.dq_width * c.block_q, c.dq_width // SLICE - 2
             for i in range(last):
                 # f32 [32]: 32 columns of the thread's row
@@ -172,7 +181,22 @@ class DqReduce:
             for i in range(2):
                 columns = values[i * SLICE : i * SLICE + SLICE]
                 self.add_slice(target, columns, to + (last + i) * SLICE * c.block_q, i, c.block_q)
-        self.pass_turn(target, tile, 2 * tile, (turn, Int32(-1)))
+        self.pass_turn(target, semaphore, 2 * tile, (turn, Int32(-1)))
+
+    def part_of(self, start: Int64, part: Any, floats: int) -> Int64:
+        """Return where a part of a tile's columns begins in the sums.
+
+        Args:
+            start: where the tile begins.
+            part: index of the part, see `Group.column_part`.
+            floats: number of sums of a part.
+        """
+        return start if self.config.column_parts == 1 else start + part * floats
+
+    def semaphore_of(self, tile: Int32, part: Any) -> Int32:
+        """Return the index of the semaphore of a part of a tile's columns."""
+        parts = self.config.column_parts
+        return tile if parts == 1 else tile * parts + part
 
     @cute.jit
     def add_dk_dv(self, target: SumTarget, place: tuple, tiles: tuple, order: tuple):
@@ -181,12 +205,12 @@ class DqReduce:
         Args:
             target: source and target of the additions.
             place: index of the kv head over all batch elements; index of the tile of 128 kv
-                positions; number of such tiles per head.
+                positions; number of such tiles per head; part of the columns.
             tiles: number of tiles of dQ, and of dK.
             order: turn of the work tile, and number of turns.
         """
         c = self.config
-        kv_head, kv_rows, kv_blocks = place
+        kv_head, kv_rows, kv_blocks, part = place
         q_tiles, kv_tiles = tiles
         turn, num_turns = order
         following = cutlass.select_(turn + 1 == num_turns, Int32(0), turn + 1)
@@ -196,10 +220,11 @@ class DqReduce:
             (c.dk_column, c.head_dim, q_tiles * c.ctas),
             (c.dv_column, c.head_dim_v, q_tiles * c.ctas + kv_tiles),
         ):
-            semaphore = before + tile
+            semaphore = self.semaphore_of(before + tile, part)
             self.wait_turn(target, semaphore, turn)
-            start = first + Int64(tile) * (c.rows_kv * width)
-            for i in cutlass.range_constexpr(width // SLICE):
+            start, columns = first + Int64(tile) * (c.rows_kv * width), width // c.column_parts
+            start = self.part_of(start, part, c.rows_kv * columns)
+            for i in cutlass.range_constexpr(columns // SLICE):
                 # f32 [32]: 32 columns of the thread's row
                 values = device.load(target.tmem + (column + i * SLICE), SLICE)
                 to = start + i * SLICE * c.rows_kv

@@ -26,10 +26,11 @@ class GradTarget:
 
     Attributes:
         atoms, tiles, views: TMA stores, coordinate tensors and shared memory of dK and of dV, dtype
-            [128, 64, head_dim / 64] and [128, 64, head_dim_v / 64].
-        smem: shared address of dV; dK follows it.
+            [128, 64, grad_dim / 64] each.
+        smem: shared address of dV, which is that of V; the memory of K, with dK, follows it.
         tmem: tensor-memory address of the warp's first lane.
-        place: (index of the tile of 128 kv positions, head, batch element).
+        place: (index of the tile of 128 kv positions, head, batch element, part of the columns as
+            from `Group.column_part`).
         wg, row: compute warpgroup, and the thread's kv position in the tile.
         count: number of q blocks of the work tile.
         scale: softmax scale, a factor of dK.
@@ -66,7 +67,7 @@ class Epilogue:
 
         The blocks of dV precede those of dK.
         """
-        blocks = (self.config.head_dim_v + self.config.head_dim) // 64
+        blocks = sum(self.config.grad_dims) // 64
         return ((bars.acc_full, range(blocks)),)
 
     def release_v(self, bars: CommonBarriers, blocks: range) -> None:
@@ -91,8 +92,8 @@ class Epilogue:
         """Round `blocks` of dV and dK and store them by TMA."""
         c = self.config
         for first in blocks[::2]:
-            block = first + target.wg  # first dV's, then dK's, as in tensor and shared memory
-            factor = cutlass.select_(block < c.head_dim_v // 64, Float32(1.0), target.scale)
+            block = first + target.wg  # first dV's, then dK's, as in tensor memory
+            factor = cutlass.select_(block < c.grad_dims[1] // 64, Float32(1.0), target.scale)
             self.round(
                 target.smem, target.tmem + c.dv_column + block * 64,
                 (block, target.row, target.count), factor,
@@ -130,7 +131,12 @@ class Epilogue:
         """
         c = self.config
         block, row, count = which
-        if block * 64 < c.head_dim_v + c.head_dim:
+        if block * 64 < sum(c.grad_dims):
+            place = block
+            if const_expr(c.column_parts > 1):  # dV takes a part of the memory of V
+                unused = (c.head_dim_v - c.grad_dims[1]) // 64
+                of_dk = block * 64 >= c.grad_dims[1]
+                place = block + cutlass.select_(of_dk, Int32(unused), Int32(0))
             for part in cutlass.range_constexpr(2):
                 values = self.fetch(address + part * SLICE, count)  # f32 [32]
                 for v in cutlass.range_constexpr(SLICE // 8):
@@ -142,27 +148,32 @@ class Epilogue:
                     ]
                     vector = Int32(part * (SLICE // 8) + v)
                     device.write_shared(
-                        device.swizzled_address(start, c.rows_kv, row, vector, block), packed
+                        device.swizzled_address(start, c.rows_kv, row, vector, place), packed
                     )
 
     @cute.jit
     def store_block(self, views: tuple, target: tuple, place: tuple, block: Int32):
         """Issue the TMA store of a block of 64 columns from shared memory."""
         atoms, tiles = target
-        at, h, b = place
+        at, h, b, part = place
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shape, whole = (self.config.rows_kv, 64), (None, None, None, None)
         # [tile, blocks] in shared, [tile, row blocks, column blocks, H, B] in global memory
         dk_from, dk_to = partition(atoms[0], views[0], tiles[0], shape, whole)
         dv_from, dv_to = partition(atoms[1], views[1], tiles[1], shape, whole)
-        before = self.config.head_dim_v // 64
-        last = before + self.config.head_dim // 64
+        dk_blocks, before = (width // 64 for width in self.config.grad_dims)
+        # at a block outside of the tensor, a mode of size 1 would give the coordinate of block 0
+        dk_width, dv_width = (-(-tile.shape[1] // 64) for tile in tiles)
         if warp % WARPS == 0:
             if block < before:
-                cute.copy(atoms[1], dv_from[None, block], dv_to[None, at, block, h, b])
-            elif block < last:
+                to = block + part * before
+                if to < dv_width:
+                    cute.copy(atoms[1], dv_from[None, block], dv_to[None, at, to, h, b])
+            elif block < before + dk_blocks:
                 of_dk = block - before
-                cute.copy(atoms[0], dk_from[None, of_dk], dk_to[None, at, of_dk, h, b])
+                to = of_dk + part * dk_blocks
+                if to < dk_width:
+                    cute.copy(atoms[0], dk_from[None, of_dk], dk_to[None, at, to, h, b])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

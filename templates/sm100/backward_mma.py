@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute
 
 from attnkit.templates.common import device as common_device
 from attnkit.templates.common.lse_in_mma import CORE_WORDS, ROW_WORDS
@@ -20,7 +20,7 @@ from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_barriers import BackwardBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_lse_in_mma import LseInMma
-from attnkit.templates.sm100.backward_shared import do_phase, do_stage, q_phase, q_stage
+from attnkit.templates.sm100.backward_shared import Group, do_phase, do_stage, q_phase, q_stage
 from attnkit.templates.sm100.device import fence_after
 
 
@@ -53,12 +53,16 @@ class Mma:
 
     Args:
         config: compile-time configuration.
+        group: the CTAs of a work tile: one.
         lse_in_mma: issues the extra k-step for LSE and delta.
         dtype: dtype of the operands.
     """
 
-    def __init__(self, config: BackwardConfig, lse_in_mma: LseInMma, dtype: Any) -> None:
+    def __init__(
+        self, config: BackwardConfig, group: Group, lse_in_mma: LseInMma, dtype: Any
+    ) -> None:
         self.config = config
+        self.group = group
         self.lse_in_mma = lse_in_mma
         self.dtype = dtype
 
@@ -77,25 +81,33 @@ class Mma:
         valid = info[RECORD + WorkTile.VALID]
         while valid != 0:
             count = info[RECORD + WorkTile.NUM_BLOCKS]
-            if count > 0:
+            part = self.group.column_part(info, kv_count)
+            if const_expr(c.q_stages == 1):
+                for i in cutlass.range(count, unroll=1):
+                    self.issue_block(operands, q_count, bars, (i, kv_count), part)
+                    q_count += 1
+                if count > 0:
+                    with cute.arch.elect_one():
+                        device.commit(bars.acc_full)
+            elif count > 0:
                 cute.arch.mbarrier_wait(bars.block_full + q_stage(c, q_count), q_phase(c, q_count))
                 self.issue_s(operands, q_count, bars)
                 cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
                 self.issue_dp(operands, q_count, bars)
-                self.issue_dv(operands, q_count, bars, Int32(0))
+                self.issue_dv(operands, q_count, bars, Int32(0), part)
                 for i in cutlass.range(count - 1, unroll=1):
                     cute.arch.mbarrier_wait(
                         bars.block_full + q_stage(c, q_count + 1), q_phase(c, q_count + 1)
                     )
                     # S first: the compute warps process it during dQ and dK of the previous block
                     self.issue_s(operands, q_count + 1, bars)
-                    self.issue_dq(operands, q_count, bars)
-                    self.issue_dk(operands, q_count, bars, i)
+                    self.issue_dq(operands, q_count, bars, part)
+                    self.issue_dk(operands, q_count, bars, i, part)
                     self.issue_dp(operands, q_count + 1, bars)
-                    self.issue_dv(operands, q_count + 1, bars, Int32(1))
+                    self.issue_dv(operands, q_count + 1, bars, Int32(1), part)
                     q_count += 1
-                self.issue_dq(operands, q_count, bars)
-                self.issue_dk(operands, q_count, bars, count - 1)
+                self.issue_dq(operands, q_count, bars, part)
+                self.issue_dk(operands, q_count, bars, count - 1, part)
                 with cute.arch.elect_one():
                     device.commit(bars.acc_full)
                 q_count += 1
@@ -105,6 +117,27 @@ class Mma:
             valid = info[RECORD + WorkTile.VALID]
 
     # ---------------------------------------------------- MMAs of a block, inlined while tracing
+
+    def issue_block(
+        self, operands: Operands, count: Int32, bars: BackwardBarriers, first: tuple, part: Any
+    ) -> None:
+        """Issue the MMAs of a block one after another, if Q has one stage.
+
+        Args:
+            operands: addresses of the operands.
+            count: index of the q block in the CTA.
+            bars: mbarriers.
+            first: (index of the q block in the work tile, index of the work tile).
+            part: see `Group.column_part`.
+        """
+        i, kv_count = first
+        cute.arch.mbarrier_wait(bars.block_full, count & 1)
+        self.issue_s(operands, count, bars)
+        cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)  # returns at once after the first block
+        self.issue_dp(operands, count, bars)
+        self.issue_dv(operands, count, bars, i, part)
+        self.issue_dq(operands, count, bars, part)
+        self.issue_dk(operands, count, bars, i, part)
 
     def issue_s(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
         """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
@@ -153,12 +186,19 @@ class Mma:
             device.commit(bars.dp_full)
 
     def issue_dv(
-        self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
+        self,
+        operands: Operands,
+        count: Int32,
+        bars: BackwardBarriers,
+        accumulate: Int32,
+        part: Any,
     ) -> None:
-        """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0."""
+        """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0, for a part of its columns."""
         c, at = self.config, per_block(operands, count)
-        form = device.instruction_descriptor(c.rows_kv, c.head_dim_v, self.dtype, b_rows=True)
+        width = c.grad_dims[1]
+        form = device.instruction_descriptor(c.rows_kv, width, self.dtype, b_rows=True)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
+        do = device.column_part(do, c.block_q, part, width)
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         fence_after()
         with cute.arch.elect_one():
@@ -173,9 +213,19 @@ class Mma:
                 )
             device.commit(bars.do_empty + do_stage(c, count))
 
-    def issue_dq(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
-        """Issue dQ = dS K, in parts of as many columns as fit in tensor memory."""
+    def issue_dq(
+        self, operands: Operands, count: Int32, bars: BackwardBarriers, column_part: Any
+    ) -> None:
+        """Issue dQ = dS K, in parts of as many columns as fit in tensor memory.
+
+        Args:
+            operands: addresses of the operands.
+            count: index of the q block in the CTA.
+            bars: mbarriers.
+            column_part: see `Group.column_part`; these columns are computed.
+        """
         c, at = self.config, per_block(operands, count)
+        k = device.column_part(at.k, c.rows_kv, column_part, c.grad_dims[0])
         form = device.instruction_descriptor(
             c.block_q, c.dq_width, self.dtype, a_rows=True, b_rows=True
         )
@@ -190,7 +240,7 @@ class Mma:
                     device.issue_mma(
                         at.tmem + c.dq_column,
                         device.mn_major(at.ds, c.rows_kv, step),
-                        device.mn_major(at.k, c.rows_kv, step, part * c.dq_width),
+                        device.mn_major(k, c.rows_kv, step, part * c.dq_width),
                         form,
                         step > 0,
                         a_in_tmem=False,
@@ -198,15 +248,22 @@ class Mma:
                 device.commit(bars.dq_full)
 
     def issue_dk(
-        self, operands: Operands, count: Int32, bars: BackwardBarriers, accumulate: Int32
+        self,
+        operands: Operands,
+        count: Int32,
+        bars: BackwardBarriers,
+        accumulate: Int32,
+        part: Any,
     ) -> None:
-        """Issue dK += dS^T Q, or dK = dS^T Q if `accumulate` is 0.
+        """Issue dK += dS^T Q, or dK = dS^T Q if `accumulate` is 0, for a part of its columns.
 
         Call it after `issue_dq`, which waits for dS.
         """
         c, at = self.config, per_block(operands, count)
-        form = device.instruction_descriptor(c.rows_kv, c.head_dim, self.dtype, b_rows=True)
+        width = c.grad_dims[0]
+        form = device.instruction_descriptor(c.rows_kv, width, self.dtype, b_rows=True)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
+        q = device.column_part(q, c.block_q, part, width)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
                 a = (

@@ -100,15 +100,18 @@ class Producer:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        total = items.shape[0]
+        total = items.shape[0] * c.column_parts
         index, q_count, kv_count = Int32(cta), Int32(0), Int32(0)
         while index < total:
+            item, part = index, 0
+            if const_expr(c.column_parts > 1):
+                item, part = index // c.column_parts, index % c.column_parts
             b, h, kv_block = (
-                items[index, i] for i in (WorkItem.BATCH, WorkItem.HEAD, WorkItem.KV_BLOCK)
+                items[item, i] for i in (WorkItem.BATCH, WorkItem.HEAD, WorkItem.KV_BLOCK)
             )
             h_kv, b_kv = h // p.group, cutlass.min(b, p.kv_batch - 1)
-            count = items[index, WorkItem.NUM_PARTIAL] + items[index, WorkItem.NUM_FULL]
-            in_partial, in_full = begin_item(lists, index)
+            count = items[item, WorkItem.NUM_PARTIAL] + items[item, WorkItem.NUM_FULL]
+            in_partial, in_full = begin_item(lists, item)
             first_row = (b * p.heads + h) * blocks
             for j in cutlass.range(count, unroll=1):
                 block, q_word, in_partial, in_full = next_q_block(
@@ -137,8 +140,7 @@ class Producer:
                     # after Q, whose load does not depend on the previous work tile
                     cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
-                        write_record(info, RECORD, (kv_block, h, b, count))
-                        write_turn(c, info, RECORD, lists.order, index)
+                        self.write_record(info, lists, item, (kv_block, h, b, count), part)
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, bn * head_dim * 2)
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
                     cute.copy(
@@ -165,8 +167,7 @@ class Producer:
             if count == 0:  # fully masked: only the record
                 cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                 with cute.arch.elect_one():
-                    write_record(info, RECORD, (kv_block, h, b, count))
-                    write_turn(c, info, RECORD, lists.order, index)
+                    self.write_record(info, lists, item, (kv_block, h, b, count), part)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
             # fetch the next one from a counter, so that faster CTAs process more work tiles
@@ -181,6 +182,23 @@ class Producer:
         with cute.arch.elect_one():
             info[RECORD + WorkTile.VALID] = Int32(0)
             cute.arch.mbarrier_arrive(bars.k_full)
+
+    def write_record(
+        self, info: cute.Tensor, lists: Lists, item: Int32, words: tuple[Any, ...], part: Any
+    ) -> None:
+        """Write the record of a work tile to shared memory, for the other roles.
+
+        Args:
+            info: int32 words in shared memory.
+            lists: tensors of the work list.
+            item: row of the work list.
+            words: kv block, head, batch element and number of q blocks.
+            part: which part of the gradients' columns the work tile computes.
+        """
+        write_record(info, RECORD, words)
+        write_turn(self.config, info, RECORD, lists.order, item)
+        if self.config.column_parts > 1:
+            info[RECORD + WorkTile.COLUMN_PART] = part
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:

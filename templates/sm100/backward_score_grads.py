@@ -93,6 +93,11 @@ class ScoreGrads(PlaceRuns):
             dfs = [ps[k] * dp[k] for k in range(count)]
         grads = [(k, 0, s, dfs[k]) for k, _, s in places]
         ds, values, known = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
+        if tile.sums_captured is not True:
+            zero = Float32(0.0)
+            values = [
+                [cutlass.select_(tile.sums_captured, x, zero) for x in own] for own in values
+            ]
         place = 0
         for i, level in enumerate(self.hooks.gradient_levels):
             self._add(i, level, place, tile, rows, values[i], known[i], sums)

@@ -13,7 +13,7 @@ from cutlass import Int32, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from attnkit.templates.common import device
-from attnkit.templates.common.work_tile import RECORD
+from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
@@ -71,6 +71,7 @@ class Group:
 
     def __init__(self, config: BackwardConfig) -> None:
         self.two_cta = config.two_cta
+        self.column_parts = config.column_parts
         self._ctas = CtaGroup(config.two_cta)
 
     def rank(self) -> Int32:
@@ -80,6 +81,19 @@ class Group:
     def kv_rows(self, kv_block: Int32) -> Int32:
         """Return the index of this CTA's tile of 128 kv positions in kv block `kv_block`."""
         return 2 * kv_block + self.rank() if self.two_cta else kv_block
+
+    def column_part(self, info: Any, count: Int32) -> Any:
+        """Return which part of the gradients' columns the `count`-th work tile computes.
+
+        It is the int 0 if a work tile computes all columns.
+
+        Args:
+            info: int32 words in shared memory.
+            count: index of the work tile.
+        """
+        if self.column_parts == 1:
+            return 0
+        return info[self.record(count) + WorkTile.COLUMN_PART]
 
     def record(self, count: Int32) -> Any:
         """Return the index of the first record word of the `count`-th work tile.

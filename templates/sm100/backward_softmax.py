@@ -69,6 +69,8 @@ class KvBlock:
         position: the column, also if it is outside of the tensors.
         dropout: state of dropout; None without dropout.
         entropy: gradients of the entropies; None without them.
+        sums_captured: whether this work tile sums gradients of captured tensors: the first of those
+            that share a kv block does. True if none share one.
     """
 
     site: Site
@@ -78,6 +80,7 @@ class KvBlock:
     position: Int32
     dropout: DropoutState | None
     entropy: EntropyGrads | None
+    sums_captured: Any
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,9 @@ class SoftmaxBackward:
         """Return whether raw scores stay in registers, for `ScoreGrads`, instead of P J."""
         return bool(self.hooks.gradient_levels) or self.config.with_entropy
 
-    def begin(self, site: Site, offset: Int32, extras: list[Any], heads: Int32) -> KvBlock:
+    def begin(
+        self, site: Site, offset: Int32, extras: list[Any], heads: Int32, part: Any
+    ) -> KvBlock:
         """Compute the values that a thread uses for a whole kv block.
 
         Args:
@@ -140,6 +145,7 @@ class SoftmaxBackward:
             offset: the thread's column within the block.
             extras: gradients of the entropies, and state of dropout, as far as the config says.
             heads: number of query heads.
+            part: which part of the gradients' columns the work tile computes.
         """
         hooks = self.hooks
         head = hooks.head(site)
@@ -157,7 +163,7 @@ class SoftmaxBackward:
                 shift = log_survivor_scale(extras[-1]) * Float32(LOG2_E)
             entropy = EntropyGrads(extras[0], factor, shift)
         columns = ((clamped, constants[0], values[0]),)
-        return KvBlock(site, head, columns, kv < site.kv_len, kv, dropout, entropy)
+        return KvBlock(site, head, columns, kv < site.kv_len, kv, dropout, entropy, part == 0)
 
     def draw(self, word: Int32, row0: Int32, tile: KvBlock) -> BackwardDropout | None:
         """Draw the random bits of the thread's rows of a q block; None without dropout.

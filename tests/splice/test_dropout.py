@@ -173,6 +173,7 @@ def test_the_blackwell_backward_draws_the_published_bits(
             ((128, 128), 300, None, None, 0.3),  # pairs of CTAs
             ((128, 128), 300, causal(), softcap, 0.6),
             ((128, 128), 140, BY_ELEMENT, None, 0.5),
+            ((256, 256), 140, BY_ELEMENT, softcap, 0.5),
         ],
         6,
     ),
@@ -185,7 +186,7 @@ def test_blackwell(head_dims: tuple[int, int], rows: int, mask: Any, mod: Any, p
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_gradients_of_captured_tensors_on_blackwell(head_dims: tuple[int, int]) -> None:
     """A value for each key, for each distance and for each row; a sink; and a fixed order.
 

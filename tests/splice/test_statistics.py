@@ -233,8 +233,9 @@ def row_term(term: Tensor, bias: Tensor) -> Any:
             ("peaks", 64, False, 0.0),
             ("learned", 128, False, 0.0),
             ("by element", 128, False, 0.3),
+            ("learned", 256, True, 0.3),
         ],
-        10,
+        11,
     ),
 )
 def test_gradients_on_blackwell(kind: str, width: int, with_sink: bool, dropout_p: float) -> None:
@@ -244,8 +245,8 @@ def test_gradients_on_blackwell(kind: str, width: int, with_sink: bool, dropout_
     learned = [torch.randn(2, n, generator=random).requires_grad_() for n in (rows, keys)]
     learned = learned if kind == "learned" else []
     mod = row_term(*learned) if learned else MODS.get(kind)
-    masks = {128: None, 64: lambda b, h, q, kv: (q >= 70) & (kv <= q - 30)}
-    mask = BY_ELEMENT if kind == "by element" else masks[width]
+    mask = None if width == 128 else lambda b, h, q, kv: (q >= 70) & (kv <= q - 30)
+    mask = BY_ELEMENT if kind == "by element" else mask
     results = []
     for backend, wide in (("emulate:sm_100a", False), ("eager", True), ("eager", False)):
         tensors = [t.double() if wide else t for t in draw(0, rows, keys, width)]

@@ -236,3 +236,4 @@ def test_blackwell(name: str) -> None:
     check_call(name, draw(7, 130, 130), scattered, mod, tuple(tables), "emulate:sm_100a")
     check_call(name, draw(8, 130, 256, (128, 128)), causal(), backend="emulate:sm_100a")
     check_call(name, draw(9, 140, 130, (64, 128)), late, backend="emulate:sm_100a")
+    check_call(name, draw(7, 130, 130, (256, 256)), causal(), mod, tuple(tables), "emulate:sm_100a")
