@@ -77,6 +77,8 @@ _SM100: Table = (
     (192, 128, (_PAIR, Kernel((256, 64), lacks_o_smem=True), *_NARROW)),
     (192, 192, _NARROW_NO_O_SMEM),
     (256, 256, _NARROW_NO_O_SMEM),
+    (576, 256, _NARROW_NO_O_SMEM[:1]),
+    (576, 512, (Kernel((128, 64), lacks_o_smem=True, value_parts=2),)),
 )
 _LONG = 256  # query lengths above this prefer pairs of CTAs
 
@@ -96,7 +98,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def padded_head_dims(head_dims: tuple[int, int], value_parts: int = 1) -> tuple[int, int]:
-    """Return the head dims as a Hopper kernel computes them: of query and key, and of a value part.
+    """Return the head dims as a kernel computes them: of query and key, and of a value part.
 
     Args:
         head_dims: head dims of query and key, and of value.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.jit.artifact import Build
-from attnkit.schedule.kernel_table import Kernel, padded_head_dim
+from attnkit.schedule.kernel_table import Kernel, padded_head_dims
 from attnkit.schedule.targets import SM103
 from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
@@ -49,13 +49,14 @@ def config_of(
     """Return the arguments of the `ForwardConfig` of `templates.sm100` for a variant."""
     from attnkit.templates.sm100.config import ForwardConfig
 
-    head_dim, head_dim_v = (padded_head_dim(d) for d in head_dims)
+    head_dim, head_dim_v = padded_head_dims(head_dims, kernel.value_parts)
     if kernel.lacks_o_smem:  # the output tile takes the place of the query tile
         head_dim = max(head_dim, head_dim_v)
     config: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
+        "value_parts": kernel.value_parts,
         "block_kv": kernel.block[1],
         "q_tiles": kernel.block[0] // (128 * kernel.ctas),
         "two_cta": kernel.ctas == 2,
@@ -90,7 +91,7 @@ def poly_of(form: ScoreForm, arch: str) -> int:
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
     """Return (rows, columns) of the kernel's output tile."""
-    return kernel.block[0], padded_head_dim(head_dims[1])
+    return kernel.block[0], kernel.value_parts * padded_head_dims(head_dims, kernel.value_parts)[1]
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
@@ -116,7 +117,7 @@ def build(
     from attnkit.templates.sm100.forward import Forward
 
     settings = ForwardConfig(**config)
-    tile = settings.block_q, settings.head_dim_v
+    tile = settings.block_q, settings.value_parts * settings.head_dim_v
     needed = settings.need_entropy
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)
     hooks = variant.hooks(positive)

@@ -36,8 +36,13 @@ class ForwardConfig:
 
     Attributes:
         dtype: dtype of query, key, value and output, "bfloat16" or "float16".
-        head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded to
-            a multiple of 32, at most 256; TMA fills the padding with zeros.
+        head_dim: head dim of query and key as the kernel computes it: that of the tensors, padded
+            to a multiple of 32, at most 576; TMA fills the padding with zeros.
+        head_dim_v: columns of the value that a work tile computes, padded to a multiple of 32, at
+            most 256.
+        value_parts: number of work tiles that share a query tile, each with `head_dim_v` columns of
+            the value, 1 or 2. For values wider than 256 columns, of which tensor memory holds no
+            output.
         block_kv: kv columns of a block, 64 or 128.
         q_tiles: query tiles of 128 rows per CTA, 1 or 2. Two tiles are processed in ping-pong; they
             share the loads of K and V, and all blocks of the work list. With one tile, Q K of a
@@ -64,6 +69,7 @@ class ForwardConfig:
     dtype: str = "bfloat16"
     head_dim: int = 128
     head_dim_v: int = 128
+    value_parts: int = 1
     block_kv: int = 128
     q_tiles: int = 2
     alias: bool = False
@@ -84,14 +90,21 @@ class ForwardConfig:
         problems = []
         if self.dtype not in ("bfloat16", "float16"):
             problems.append(f"dtype={self.dtype!r}: expected 'bfloat16' or 'float16'")
-        for name in ("head_dim", "head_dim_v"):
+        for name, most in (("head_dim", 576), ("head_dim_v", 256)):
             size = getattr(self, name)
-            if size % 32 or not 32 <= size <= 256:
-                problems.append(f"{name}={size}: expected a multiple of 32, at most 256")
+            if size % 32 or not 32 <= size <= most:
+                problems.append(f"{name}={size}: expected a multiple of 32, at most {most}")
+        if self.value_parts not in (1, 2):
+            problems.append(f"value_parts={self.value_parts}: expected 1 or 2")
         if self.block_kv not in (64, 128):
             problems.append(f"block_kv={self.block_kv}: expected 64 or 128")
         if self.q_tiles not in (1, 2):
             problems.append(f"q_tiles={self.q_tiles}: expected 1 or 2")
+        if self.q_tiles == 2 and max(self.k_parts, self.value_parts) > 1:
+            problems.append(
+                f"q_tiles=2 with head_dim={self.head_dim} and value_parts={self.value_parts}: "
+                "expected q_tiles=1"
+            )
         if self.halves and (self.q_tiles, self.block_kv) != (2, 128):
             problems.append(
                 f"halves=True with q_tiles={self.q_tiles} and block_kv={self.block_kv}: expected "
@@ -146,9 +159,27 @@ class ForwardConfig:
         return (32, 64) if self.block_kv == 64 else (64, 96, 128)
 
     @property
+    def k_parts(self) -> int:
+        """Return the number of parts in which the columns of a K block are loaded."""
+        return -(-self.head_dim // 256)
+
+    @property
+    def k_columns(self) -> int:
+        """Return the columns of a part of K."""
+        return self.head_dim // self.k_parts
+
+    @property
+    def v_late(self) -> bool:
+        """Return whether V of a block follows K of the next block in the ring.
+
+        This is the order of the MMAs with one query tile. It needs no more stages if K has parts.
+        """
+        return self.k_parts > 1
+
+    @property
     def stage_elements(self) -> int:
         """Return the elements per stage of the K and V ring: a CTA's part of a block."""
-        return self.block_kv * max(self.head_dim, self.head_dim_v) // self.ctas
+        return self.block_kv * max(self.k_columns, self.head_dim_v) // self.ctas
 
     @property
     def o_stages(self) -> int:

@@ -14,6 +14,10 @@ one row:
 For each query tile the MMAs are issued in the order P V of a block, then Q K of the next one. S of
 the next block overwrites P. P V has read P by then, because MMAs complete in the order of issue: no
 other wait is needed (Zadouri et al. 2026, FlashAttention-4).
+
+Head dims above 128 have one query tile, and two buffers of S. Above 256, K is loaded in parts of its
+columns, and S is their sum. Values wider than 256 columns are computed in two parts by two work
+tiles, which both compute S.
 """
 
 from __future__ import annotations
@@ -122,7 +126,8 @@ class Forward:
         """Launch the kernel; the arguments are those of Hopper's `Forward`.
 
         Args:
-            ctas: number of CTAs, or of CTA pairs, that share the work; unused with work="clc".
+            ctas: number of CTAs, or of CTA pairs, that share the work of a part of the value columns;
+                unused with work="clc".
         """
         c, dtype = self.config, self.dtype
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))
@@ -131,6 +136,7 @@ class Forward:
         cta_group = tcgen05.CtaGroup.TWO if const_expr(c.two_cta) else tcgen05.CtaGroup.ONE
         # (m, n, k) of a block: in a pair the rows of both CTAs
         shape_qk = c.mma_rows, c.block_kv, c.head_dim
+        shape_k = c.mma_rows, c.block_kv, c.k_columns  # of a part of K
         shape_pv = c.mma_rows, c.head_dim_v, c.block_kv
         # N of one MMA instruction; with halves, S has two along n
         qk_columns = c.block_kv // 2 if const_expr(c.halves) else c.block_kv
@@ -143,7 +149,7 @@ class Forward:
         )
         q_layout = blackwell_helpers.make_smem_layout_a(mma_qk, shape_qk, dtype, c.q_tiles)
         # one stage each: K and V share a ring, see `_ring`
-        k_layout = blackwell_helpers.make_smem_layout_b(mma_qk, shape_qk, dtype, 1)
+        k_layout = blackwell_helpers.make_smem_layout_b(mma_qk, shape_k, dtype, 1)
         v_layout = blackwell_helpers.make_smem_layout_b(mma_pv, shape_pv, dtype, 1)
         o_layout = blackwell_helpers.make_smem_layout_epi(dtype, ROW, (ROWS, c.head_dim_v), 1)
         load, store = cpasync.CopyBulkTensorTileG2SOp(cta_group), cpasync.CopyBulkTensorTileS2GOp()
@@ -153,7 +159,7 @@ class Forward:
             load, query, cute.slice_(q_layout, one), shape_qk, mma_qk, cluster
         )
         tma_k, k_tiles = make_tiled_tma_atom_B(
-            load, key, cute.slice_(k_layout, one), shape_qk, mma_qk, cluster
+            load, key, cute.slice_(k_layout, one), shape_k, mma_qk, cluster
         )
         tma_v, v_tiles = make_tiled_tma_atom_B(
             load, value, cute.slice_(v_layout, one), shape_pv, mma_pv, cluster
@@ -197,7 +203,12 @@ class Forward:
             captured,
             (scale, group, *lengths),
         ).launch(
-            grid=((work_tiles.shape[0] if const_expr(c.work == "clc") else ctas) * c.ctas, 1, 1),
+            grid=(
+                (work_tiles.shape[0] if const_expr(c.work == "clc") else ctas * c.value_parts)
+                * c.ctas,
+                1,
+                1,
+            ),
             block=(c.threads, 1, 1),
             cluster=(2, 1, 1) if const_expr(c.two_cta) else None,
             stream=stream,
@@ -240,7 +251,7 @@ class Forward:
         cute.arch.mbarrier_init_fence()
         self.group.sync()
 
-        work_ring = WorkRing(smem.records, bars.work_full, bars.work_empty)
+        work_ring = WorkRing(smem.records, bars.work_full, bars.work_empty, c.value_parts > 1)
         block_ring = BlockRing(smem.blocks, bars.block_full)
         row_numbers = RowNumbers(smem.scales, bars.scale_full, bars.scale_empty)
         scalars = Scalars(*numbers)

@@ -90,7 +90,8 @@ class Correction:
                         self.group.arrive_leader(p_full + c.s_stage(t, kv_idx))
                     # recompute the row, which saves registers in the mainloop
                     own_row = device.opaque_copy(row, tile_idx)
-                    self._put(values, scale, smem_o, split_out, work.split_slot, t, own_row, k)
+                    slot = (work.split_slot, work.value_part)
+                    self._put(values, scale, smem_o, split_out, slot, t, own_row, k)
                 # TMA reads these generic stores by the async proxy
                 cute.arch.fence_proxy("async.shared", space="cta")
                 device.arrive(bars.out_full + t % c.o_places)
@@ -115,7 +116,7 @@ class Correction:
         scale: Float32,
         smem_o: cute.Tensor,
         split_out: cute.Tensor,
-        split_slot: Int32,
+        slot: tuple,
         t: cutlass.Constexpr,
         row: Int32,
         k: cutlass.Constexpr,
@@ -123,13 +124,17 @@ class Correction:
         """Write the `k`-th group of columns of a row.
 
         Rounded values are written to shared memory. For a split row, float32 values are written to
-        `split_out`.
+        `split_out`. `slot` is the slot of a split row, and the part of the value columns.
         """
+        split_slot, part = slot
         values = [x * scale for x in values]
         if split_slot >= 0:
             tile_row = self.group.query_tile(t) * ROWS + row
             for i in cutlass.range_constexpr(STEP):
-                split_out[split_slot, tile_row, STEP * k + i] = values[i]
+                column = STEP * k + i
+                if const_expr(self.config.value_parts > 1):
+                    column = column + part * self.config.head_dim_v
+                split_out[split_slot, tile_row, column] = values[i]
         else:
             packed = cute.make_rmem_tensor(STEP // 2, Int32)  # i32 [8], pairs of columns
             for i in cutlass.range_constexpr(STEP // 2):
@@ -178,11 +183,10 @@ class StoreWarp:
                 cute.arch.mbarrier_wait(bars.out_full + place, out_phase(c, t, tile_idx))
                 if work.split_slot < 0:  # the correction warpgroup writes parts of split rows
                     tile, q_tiles = self.group.query_tile(t), c.block_q // ROWS
-                    cute.copy(
-                        tma_o,
-                        source[None, place],
-                        target[None, work.q_block * q_tiles + tile, work.head, work.batch],
-                    )
+                    at = (work.q_block * q_tiles + tile, work.head, work.batch)
+                    if const_expr(c.value_parts > 1):
+                        at = (at[0], work.value_part, *at[1:])
+                    cute.copy(tma_o, source[None, place], target[(None, *at)])
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(place == 0 and t < c.q_tiles - 1 and c.o_places == 1):
                     # the second tile uses the same buffer
@@ -197,7 +201,10 @@ class StoreWarp:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def _sides(self, tma_o: Any, smem_o: cute.Tensor, o_tiles: cute.Tensor) -> tuple[Any, Any]:
-        """Return the two sides of the TMA store: shared memory by buffer, global by query tile."""
-        return partition(
-            tma_o, smem_o, o_tiles, (ROWS, self.config.head_dim_v), (None, 0, None, None)
-        )
+        """Return the two sides of the TMA store: shared memory by buffer, global by query tile.
+
+        With several value parts the latter is by query tile and part.
+        """
+        c = self.config
+        coordinates = (None, 0 if c.value_parts == 1 else None, None, None)
+        return partition(tma_o, smem_o, o_tiles, (ROWS, c.head_dim_v), coordinates)

@@ -96,23 +96,32 @@ class MmaWarp:
         work = work_ring.read(tile_idx)
         while work.valid != 0:
             # S of the first block of each query tile
-            cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
-            for t in cutlass.range_constexpr(c.q_tiles):
-                cute.arch.mbarrier_wait(bars.q_full + t, tile_idx & 1)
-                self.issue_qk(mma, t, kv_idx, position.stage, bars, HALVES)
-            self.group.commit(bars.kv_empty + position.stage)
-            position = position.next(c.stages)
-            for j in cutlass.range(work.num_blocks, unroll=1):
-                v = VBlock(position.stage, bars.kv_full + position.stage, position.lap)
+            for part in cutlass.range_constexpr(c.k_parts):
+                cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
+                for t in cutlass.range_constexpr(c.q_tiles):
+                    if const_expr(part == 0):
+                        cute.arch.mbarrier_wait(bars.q_full + t, tile_idx & 1)
+                    self.issue_qk(mma, t, kv_idx, position.stage, bars, HALVES, part)
+                self.group.commit(bars.kv_empty + position.stage)
                 position = position.next(c.stages)
+            for j in cutlass.range(work.num_blocks, unroll=1):
+                if const_expr(not c.v_late):
+                    v = VBlock(position.stage, bars.kv_full + position.stage, position.lap)
+                    position = position.next(c.stages)
                 pv_first.set(tcgen05.Field.ACCUMULATE, j > 0)
                 more = j + 1 < work.num_blocks
                 if const_expr(c.q_tiles == 1):
                     # S of the next block to the other buffer, during the softmax of this block
                     if more:
-                        cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
-                        self.issue_qk(mma, 0, kv_idx + 1, position.stage, bars, HALVES)
-                        self.group.commit(bars.kv_empty + position.stage)
+                        for part in cutlass.range_constexpr(c.k_parts):
+                            cute.arch.mbarrier_wait(bars.kv_full + position.stage, position.lap)
+                            self.issue_qk(mma, 0, kv_idx + 1, position.stage, bars, HALVES, part)
+                            self.group.commit(bars.kv_empty + position.stage)
+                            if const_expr(c.v_late):
+                                position = position.next(c.stages)
+                    if const_expr(c.v_late):
+                        v = VBlock(position.stage, bars.kv_full + position.stage, position.lap)
+                        position = position.next(c.stages)
                     self.issue_pv(mma, pv_first, 0, kv_idx, v, bars)
                     self.group.commit(bars.kv_empty + v.stage)
                     if j + 1 == work.num_blocks:
@@ -144,8 +153,9 @@ class MmaWarp:
                             self.group.commit(bars.o_full + t)
                     if more:
                         self.group.commit(bars.kv_empty + position.stage)
-                if more:
-                    position = position.next(c.stages)
+                if const_expr(not c.v_late):
+                    if more:
+                        position = position.next(c.stages)
                 kv_idx += 1
             tile_idx += 1
             work = work_ring.read(tile_idx)
@@ -176,21 +186,34 @@ class MmaWarp:
         stage: Int32,
         bars: ForwardBarriers,
         halves: tuple[int, ...],
+        part: int = 0,
     ) -> None:
-        """Issue S = Q K^T of the `kv_idx`-th block of query tile `t`, for the given `halves`."""
+        """Issue S = Q K^T of the `kv_idx`-th block of query tile `t`.
+
+        Args:
+            mma: the MMAs.
+            t: query tile.
+            kv_idx: index of the block in the CTA.
+            stage: stage of K.
+            bars: mbarriers.
+            halves: which halves of the columns of S to compute, if the config has `halves`.
+            part: part of the columns of Q and K over which to sum; S is full after the last.
+        """
         c, u = self.config, self.config.s_stage(t, kv_idx)
         scores = cute.make_tensor(device.column(c.s_column(u)), mma.s_layout)  # f32 (mma, m, n)
         for half in halves if c.halves else (0,):
-            for k in range(cute.size(mma.frag_q, mode=[2])):
+            steps = cute.size(mma.frag_k, mode=[2])
+            for k in range(steps):
                 cute.gemm(
-                    mma.qk_first if k == 0 else mma.qk,
+                    mma.qk_first if part == k == 0 else mma.qk,
                     scores[None, 0, half],
-                    mma.frag_q[None, 0, k, t],
+                    mma.frag_q[None, 0, part * steps + k, t],
                     mma.frag_k[None, half, k, stage],
                     scores[None, 0, half],
                 )
             whole = half == 1 or not c.halves
-            self.group.commit((bars.s_full if whole else bars.s_half) + u)
+            if part == c.k_parts - 1:
+                self.group.commit((bars.s_full if whole else bars.s_half) + u)
 
     def issue_pv(
         self,

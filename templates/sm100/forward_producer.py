@@ -2,7 +2,8 @@
 
 One warp fetches work tiles from the work list and iterates over their runs from the last block to
 the first. For the other warps it writes a record for each work tile and the index of each block to
-shared memory. K and V blocks alternate in one ring.
+shared memory. K and V blocks alternate in one ring. Above head dim 256, K comes in parts of its
+columns, and V after K of the next block.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class TmaLoad:
     Attributes:
         atom: the TMA copy.
         target: shared memory, (elements, stage).
-        source: global memory, (elements, block, head, batch).
-        bytes: bytes of a block over all CTAs of the group, as the leader's barrier counts them.
+        source: global memory, (elements, block, head, batch); with parts of the columns of K,
+            (elements, block, part, head, batch), and of V, (elements, part, block, head, batch).
+        bytes: bytes of a block, or of its part, over all CTAs of the group, as the leader's barrier
+            counts them.
     """
 
     atom: cute.CopyAtom
@@ -55,11 +58,14 @@ class TmaLoad:
     source: cute.Tensor
     bytes: int
 
-    def start(self, block: Any, head: Any, batch: Any, stage: Any, full: cute.Pointer) -> None:
-        """Issue the TMA load of a block into stage `stage`, which arrives at `full`."""
+    def start(self, place: tuple[Any, ...], stage: Any, full: cute.Pointer) -> None:
+        """Issue the TMA load of a block into stage `stage`, which arrives at `full`.
+
+        `place` is the index in `source`, without the elements.
+        """
         cute.copy(
             self.atom,
-            self.source[None, block, head, batch],
+            self.source[(None, *place)],
             self.target[None, stage],
             tma_bar_ptr=full,
         )
@@ -111,17 +117,20 @@ class Producer:
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         work_tiles, counter = work_list.tiles, work_list.counter
-        total = work_tiles.shape[0]
+        total = work_tiles.shape[0] * c.value_parts
         cta, ctas = cta // c.ctas, ctas // c.ctas
         index, kv_idx, tile_idx = Int32(cta), Int32(0), Int32(0)
         position = RingPosition.first()
         while index < total:
-            batch, head = work_tiles[index, WorkItem.BATCH], work_tiles[index, WorkItem.HEAD]
-            q_block = work_tiles[index, WorkItem.Q_BLOCK]
-            split_slot = work_tiles[index, WorkItem.SPLIT_SLOT]
-            num_masked = work_tiles[index, WorkItem.NUM_MASKED]
+            item, part = index, 0
+            if const_expr(c.value_parts > 1):
+                item, part = index // c.value_parts, index % c.value_parts
+            batch, head = work_tiles[item, WorkItem.BATCH], work_tiles[item, WorkItem.HEAD]
+            q_block = work_tiles[item, WorkItem.Q_BLOCK]
+            split_slot = work_tiles[item, WorkItem.SPLIT_SLOT]
+            num_masked = work_tiles[item, WorkItem.NUM_MASKED]
             num_blocks = (
-                work_tiles[index, WorkItem.PARTIAL_BLOCKS] + work_tiles[index, WorkItem.FULL_BLOCKS]
+                work_tiles[item, WorkItem.PARTIAL_BLOCKS] + work_tiles[item, WorkItem.FULL_BLOCKS]
             )
             kv_head, kv_batch = head // scalars.group, cutlass.min(batch, scalars.kv_batch - 1)
             record = {
@@ -133,13 +142,15 @@ class Producer:
                 WorkTile.SPLIT_SLOT: split_slot,
                 WorkTile.VALID: Int32(1),
             }
+            if const_expr(c.value_parts > 1):
+                record[WorkTile.VALUE_PART] = part
             work_ring.write(tile_idx, record)
             if const_expr(c.work == "clc"):  # request early, to hide the latency of the response
                 clc.ask(tile_idx)
-            first = Int32(1)
+            first, previous = Int32(1), Int32(0)
             for kind in cutlass.range_constexpr(2):
                 runs = work_list.partial_runs if const_expr(kind == 0) else work_list.full_runs
-                run, take, left = (work_tiles[index, CURSORS[kind] + i] for i in range(3))
+                run, take, left = (work_tiles[item, CURSORS[kind] + i] for i in range(3))
                 while left > 0:
                     last, steps = runs[0, run] + take - 1, cutlass.min(take, left)
                     for j in cutlass.range(steps, unroll=1):
@@ -153,20 +164,36 @@ class Producer:
                         cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)
                         with cute.arch.elect_one():
                             block_ring.write(kv_idx, number)
-                        self._load_kv(k, kv_block, kv_head, kv_batch, position.stage, bars)
+                        for k_part in cutlass.range_constexpr(c.k_parts):
+                            if const_expr(k_part > 0):
+                                cute.arch.mbarrier_wait(
+                                    bars.kv_empty + position.stage, position.lap ^ 1
+                                )
+                            self._load_kv(
+                                k, self._k_place(kv_block, k_part, kv_head, kv_batch),
+                                position.stage, bars,
+                            )  # fmt: skip
+                            position = position.next(c.stages)
                         kv_idx += 1
-                        position = position.next(c.stages)
                         if const_expr(c.q_tiles == 2):
                             if first != 0:
                                 self._load_q(q, 1, tile_idx, q_block, head, batch, bars)
+                        if const_expr(c.v_late):
+                            if first == 0:
+                                place = self._v_place(part, previous, kv_head, kv_batch)
+                                position = self._load_v(v, place, position, bars)
+                            previous = kv_block
+                        else:
+                            place = self._v_place(part, kv_block, kv_head, kv_batch)
+                            position = self._load_v(v, place, position, bars)
                         first = Int32(0)
-                        cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)
-                        self._load_kv(v, kv_block, kv_head, kv_batch, position.stage, bars)
-                        position = position.next(c.stages)
                     left -= steps
                     run -= 1
                     if left > 0:
                         take = runs[1, run]
+            if const_expr(c.v_late):
+                place = self._v_place(part, previous, kv_head, kv_batch)
+                position = self._load_v(v, place, position, bars)
             following = index + ctas
             if const_expr(c.work == "clc"):
                 following = clc.fetch(tile_idx, total)
@@ -179,7 +206,7 @@ class Producer:
                 following = cute.arch.shuffle_sync(old, 0) + ctas
             tile_idx += 1
             index = following
-        work_ring.write(tile_idx, dict.fromkeys(WorkTile, Int32(0)))  # not VALID: the end
+        work_ring.write(tile_idx, dict.fromkeys(work_ring.used, Int32(0)))  # not VALID: the end
 
     def _loads(
         self, atoms: tuple, mmas: tuple, tiles: tuple, smem: Any
@@ -189,12 +216,13 @@ class Producer:
         rank = self.group.rank()
         thr_qk, thr_pv = (mma.get_slice(rank) for mma in mmas)
         by_row, by_column = (None, 0, None, None), (0, None, None, None)
+        in_parts = (None,) * 4
+        of_k = by_row if c.k_parts == 1 else in_parts
+        of_v = by_column if c.value_parts == 1 else in_parts
         q_parts = thr_qk.partition_A(cute.local_tile(tiles[0], (c.mma_rows, c.head_dim), by_row))
-        k_parts = thr_qk.partition_B(cute.local_tile(tiles[1], (c.block_kv, c.head_dim), by_row))
-        v_parts = thr_pv.partition_B(
-            cute.local_tile(tiles[2], (c.head_dim_v, c.block_kv), by_column)
-        )
-        k_bytes, v_bytes = 2 * c.block_kv * c.head_dim, 2 * c.block_kv * c.head_dim_v
+        k_parts = thr_qk.partition_B(cute.local_tile(tiles[1], (c.block_kv, c.k_columns), of_k))
+        v_parts = thr_pv.partition_B(cute.local_tile(tiles[2], (c.head_dim_v, c.block_kv), of_v))
+        k_bytes, v_bytes = 2 * c.block_kv * c.k_columns, 2 * c.block_kv * c.head_dim_v
         q = TmaLoad(atoms[0], *_sides(atoms[0], smem.q, q_parts), 2 * c.mma_rows * c.head_dim)
         k = TmaLoad(atoms[1], *_sides(atoms[1], smem.k, k_parts), k_bytes)
         v = TmaLoad(atoms[2], *_sides(atoms[2], smem.v, v_parts), v_bytes)
@@ -213,20 +241,34 @@ class Producer:
         """Load query tile `t` of a work tile, once its buffer is empty."""
         cute.arch.mbarrier_wait(bars.q_empty + t, (tile_idx & 1) ^ 1)
         self.group.expect_bytes(bars.q_full + t, q.bytes)
-        q.start(q_block * self.config.q_tiles + t, head, batch, t, bars.q_full + t)
+        q.start((q_block * self.config.q_tiles + t, head, batch), t, bars.q_full + t)
+
+    def _k_place(self, block: Int32, part: int, head: Int32, batch: Int32) -> tuple[Any, ...]:
+        """Return the index of a part of a K block, see `TmaLoad`."""
+        return (block, head, batch) if self.config.k_parts == 1 else (block, part, head, batch)
+
+    def _v_place(self, part: Any, block: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
+        """Return the index of a part of a V block, see `TmaLoad`."""
+        return (block, head, batch) if self.config.value_parts == 1 else (part, block, head, batch)
+
+    def _load_v(
+        self, v: TmaLoad, place: tuple[Any, ...], position: RingPosition, bars: ForwardBarriers
+    ) -> RingPosition:
+        """Load a block of V once its stage is empty; return the next position in the ring."""
+        cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)
+        self._load_kv(v, place, position.stage, bars)
+        return position.next(self.config.stages)
 
     def _load_kv(
         self,
         operand: TmaLoad,
-        kv_block: Int32,
-        kv_head: Int32,
-        kv_batch: Int32,
+        place: tuple[Any, ...],
         stage: Int32,
         bars: ForwardBarriers,
     ) -> None:
-        """Load a block of K or V into an empty stage of the ring."""
+        """Load a block of K or V, or a part of it, into an empty stage of the ring."""
         self.group.expect_bytes(bars.kv_full + stage, operand.bytes)
-        operand.start(kv_block, kv_head, kv_batch, stage, bars.kv_full + stage)
+        operand.start(place, stage, bars.kv_full + stage)
 
 
 def _sides(atom: Any, smem: Any, parts: Any) -> tuple[Any, Any]:

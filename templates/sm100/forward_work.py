@@ -29,6 +29,7 @@ class WorkTile(IntEnum):
     NUM_BLOCKS = 4
     SPLIT_SLOT = 5  # >= 0: part of a split row
     VALID = 6  # 0 after the last work tile
+    VALUE_PART = 7  # part of the columns of the value; only in records of rings with `has_parts`
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Work:
     num_blocks: Int32
     split_slot: Int32
     valid: Int32
+    value_part: Int32 | int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,18 @@ class WorkRing:
         words: i32 [8 * RECORDS].
         full: the load warp has written a record.
         empty: all other roles have read the record.
+        has_parts: whether several work tiles share a query tile, so that records have a value part.
     """
 
     words: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
+    has_parts: bool = False
+
+    @property
+    def used(self) -> tuple[WorkTile, ...]:
+        """Return the words of a record."""
+        return tuple(w for w in WorkTile if self.has_parts or w != WorkTile.VALUE_PART)
 
     def write(self, tile_idx: Int32, record: dict[WorkTile, Int32]) -> None:
         """Write the record of the CTA's `tile_idx`-th work tile, once its slot is empty."""
@@ -72,7 +81,7 @@ class WorkRing:
         r = tile_idx & (RECORDS - 1)
         cute.arch.mbarrier_wait(self.full + r, (tile_idx >> 1) & 1)
         first = RECORD_WORDS * r
-        return Work(*(cute.arch.make_warp_uniform(self.words[first + word]) for word in WorkTile))
+        return Work(*(cute.arch.make_warp_uniform(self.words[first + w]) for w in self.used))
 
     def release(self, tile_idx: Int32) -> None:
         """Release the record of a work tile, with one arrival per warp."""

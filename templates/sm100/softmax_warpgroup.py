@@ -121,7 +121,10 @@ class SoftmaxWarpgroup:
             work = work_ring.wait(tile_idx)
             work_ring.release(tile_idx)
             tile_row = self.group.query_tile(t) * ROWS + device.opaque_copy(row, tile_idx)
-            self.write_row(results, lse, statistics, work, tile_row)
+            if const_expr(c.value_parts == 1):
+                self.write_row(results, lse, statistics, work, tile_row)
+            elif work.value_part == 0:
+                self.write_row(results, lse, statistics, work, tile_row)
             tile_idx += 1
             work = work_ring.wait(tile_idx)
         work_ring.release(tile_idx)
