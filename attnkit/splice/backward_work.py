@@ -139,14 +139,15 @@ def build_tables(
     first_writer = isinstance(first, FirstWriters)
     if isinstance(first, FirstWriters):
         work_tiles[:, 3] = first.stop
-    ctas = min(schedule.workers, schedule.work_tile_count)
+    parts = settings.template.column_parts(settings)
+    ctas = min(schedule.workers, parts * schedule.work_tile_count)
     if isinstance(whole, WholeHeads):
         whole.fill(work_tiles)
         ctas = min(schedule.workers, whole.starts.numel())
         units[0] = ctas * units[0] // (batch * heads)
     order: tuple[Tensor, ...] = ()
     if settings.deterministic:
-        dq, dk = (settings.ctas * n for n in settings.template.semaphores(settings))
+        dq, dk = (settings.ctas * parts * n for n in settings.template.semaphores)
         order = _order(
             deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])
         )

@@ -24,15 +24,17 @@ ROLES = {
 }
 # at level 3 the gradients of captured tensors spill registers
 OPTIONS = "--opt-level=2"
+SEMAPHORES = 1, 1
 
 
 def widths(head_dims: tuple[int, int]) -> tuple[int, int] | None:
     """Return (head_dim, head_dim_v) rounded up to those of the kernels; None if too wide."""
     wide, deep = head_dims
-    if max(head_dims) > 256:
+    if max(head_dims) > 512:
         return None
     if deep > 128 or wide > 192:
-        return 256, 256
+        width = next(w for w in (256, 384, 512) if w >= max(head_dims))
+        return width, width
     if wide > 128:
         return 192, 128
     return 64 if wide <= 64 else 128, 64 if deep <= 64 else 128
@@ -64,10 +66,10 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     return ctas | {"less_lse": fits}
 
 
-def semaphores(settings: BackwardSettings) -> tuple[int, int]:
-    """Return the semaphores of a tile of dQ, and of dK or dV: one for each part of its columns."""
+def column_parts(settings: BackwardSettings) -> int:
+    """Return the number of work tiles that share a kv tile, each with a part of the columns."""
     parts: int = config(settings).column_parts
-    return parts, parts
+    return parts
 
 
 def splits(settings: BackwardSettings) -> bool:
@@ -118,14 +120,18 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
     """Build the main kernel, which computes dQ, dK, dV and gradients of captured tensors."""
     from attnkit.templates.sm100.backward import Backward
     from attnkit.templates.sm100.backward_2cta import Backward2Cta
+    from attnkit.templates.sm100.backward_streamed import BackwardStreamed
 
-    return (Backward2Cta if settings.ctas > 1 else Backward)(config(settings), hooks)
+    built = config(settings)
+    kernel = Backward2Cta if built.two_cta else BackwardStreamed if built.streamed else Backward
+    return kernel(built, hooks)
 
 
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=semaphores,
+    semaphores=SEMAPHORES,
+    column_parts=column_parts,
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,

@@ -228,7 +228,8 @@ def weights(widths: tuple[int, int], learned: bool) -> bool:
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=lambda settings: SEMAPHORES,
+    semaphores=SEMAPHORES,
+    column_parts=lambda settings: 1,
     widths=widths,
     block_q=block_q,
     block_kv=block_kv,

@@ -9,6 +9,8 @@ from attnkit.templates.sm100.config import SMEM_BYTES, TMEM_COLUMNS
 
 UNIT = 64 * 64  # floats per unit: the sums of each gradient begin at a multiple of it
 SLICE = 32  # columns of a sum that one bulk reduction adds
+CHUNK = 64  # columns of operands that are loaded at a time above head dim 256
+CHUNK_STAGES = 4  # stages of the ring of these chunks
 
 
 class Registers(NamedTuple):
@@ -29,7 +31,7 @@ class BackwardConfig:
     Attributes:
         dtype: dtype of all inputs and gradients, "bfloat16" or "float16".
         head_dim, head_dim_v: head dims as the kernel computes them: those of the tensors, padded
-            with zeros to 64 or 128 each, to 192 and 128, or to 256 both.
+            with zeros to 64 or 128 each, to 192 and 128, or to 256, 384 or 512 both.
         block_q: rows of a q block, 128, or 64 with a head_dim above 128.
         accumulate: add dK and dV to float32 sums, because query heads share a kv head; otherwise
             store them in `dtype`.
@@ -63,10 +65,20 @@ class BackwardConfig:
     def column_parts(self) -> int:
         """Return the number of work tiles that share a kv block.
 
-        Each computes an equal part of the columns of dQ, dK and dV. Tensor memory has no room for
-        256 columns of dK and of dV.
+        Each computes 128 of the columns of dQ, dK and dV. Tensor memory has no room for 256 columns
+        of dK and of dV.
         """
-        return 2 if self.head_dim == 256 else 1
+        return self.head_dim // 128 if self.head_dim >= 256 else 1
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether operands are loaded in chunks of 64 columns, see `backward_streamed`."""
+        return self.head_dim > 256
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks of S, and of dP."""
+        return self.head_dim // CHUNK
 
     @property
     def grad_dims(self) -> tuple[int, int]:
@@ -103,7 +115,8 @@ class BackwardConfig:
         """Return the stages of Q.
 
         They are at least two, because dK reads Q one block after S. At head dim 256 shared memory
-        has room for one, so the MMAs of a block precede S of the next.
+        has room for one, so the MMAs of a block precede S of the next. If operands are loaded in
+        chunks, these are the stages of LSE and delta.
         """
         if self.head_dim == 256:
             return 1
@@ -123,7 +136,8 @@ class BackwardConfig:
         """
         if self.with_dropout:
             return False
-        return self.two_cta or (self.head_dim, self.head_dim_v) not in ((128, 128), (256, 256))
+        square = self.head_dim == self.head_dim_v
+        return self.two_cta or not (square and self.head_dim >= 128)
 
     @property
     def words(self) -> tuple[int, int]:
@@ -253,6 +267,11 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Return the shared memory bytes per CTA: operands, dS, statistics, slices of sums."""
+        if self.streamed:
+            ring = CHUNK_STAGES * (self.rows_kv + self.block_q) * CHUNK
+            parts = (self.rows_kv + 2 * self.block_q) * self.grad_dims[0]
+            halves = ring + parts + self.rows_kv * self.block_q
+            return 2 * halves + 4 * (self.slices * SLICE * self.rows_kv) + 2048
         q_stages = 1 if self.two_cta else self.q_stages
         q = q_stages * self.head_dim + self.stages * self.head_dim_v + self.rows_kv
         # a CTA of a pair loads K twice: its rows for S, its columns for dQ
@@ -263,10 +282,11 @@ class BackwardConfig:
     def problem(self) -> str | None:
         """Return the reason why this configuration is not supported, or None if it is supported."""
         widths = (self.head_dim, self.head_dim_v)
-        if widths not in ((192, 128), (256, 256)) and not (set(widths) <= {64, 128}):
+        wide = (192, 128), (256, 256), (384, 384), (512, 512)
+        if widths not in wide and not (set(widths) <= {64, 128}):
             return (
                 f"head dims of {self.head_dim} and {self.head_dim_v}: "
-                "expected 64 or 128 each, 192 and 128, or 256 both"
+                "expected 64 or 128 each, 192 and 128, or 256, 384 or 512 both"
             )
         if self.block_q != (64 if self.head_dim > 128 else 128):
             return (
@@ -279,7 +299,7 @@ class BackwardConfig:
                 "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
-            return "less_lse=True with dropout, or with head dims of 128 or 256 and two_cta=False: expected False"
+            return "less_lse=True with dropout, or with equal head dims from 128 and two_cta=False: expected False"
         if self.weights and (self.with_entropy or self.with_dropout):
             return "entropies or dropout without a softmax: expected neither"
         if self.dtype not in ("bfloat16", "float16"):

@@ -27,7 +27,7 @@ class GradTarget:
     Attributes:
         atoms, tiles, views: TMA stores, coordinate tensors and shared memory of dK and of dV, dtype
             [128, 64, grad_dim / 64] each.
-        smem: shared address of dV, which is that of V; the memory of K, with dK, follows it.
+        smem: shared address of dV; that of dK follows it, or that of K with dK.
         tmem: tensor-memory address of the warp's first lane.
         place: (index of the tile of 128 kv positions, head, batch element, part of the columns as
             from `Group.column_part`).
@@ -133,7 +133,7 @@ class Epilogue:
         block, row, count = which
         if block * 64 < sum(c.grad_dims):
             place = block
-            if const_expr(c.column_parts > 1):  # dV takes a part of the memory of V
+            if const_expr(c.column_parts > 1 and not c.streamed):  # dV takes a part of V's memory
                 unused = (c.head_dim_v - c.grad_dims[1]) // 64
                 of_dk = block * 64 >= c.grad_dims[1]
                 place = block + cutlass.select_(of_dk, Int32(unused), Int32(0))

@@ -140,7 +140,7 @@ class Producer:
                     # after Q, whose load does not depend on the previous work tile
                     cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                     with cute.arch.elect_one():
-                        self.write_record(info, lists, item, (kv_block, h, b, count), part)
+                        write_part_record(c, info, lists, item, (kv_block, h, b, count), part)
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, bn * head_dim * 2)
                         cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, bn * head_dim_v * 2)
                     cute.copy(
@@ -167,7 +167,7 @@ class Producer:
             if count == 0:  # fully masked: only the record
                 cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
                 with cute.arch.elect_one():
-                    self.write_record(info, lists, item, (kv_block, h, b, count), part)
+                    write_part_record(c, info, lists, item, (kv_block, h, b, count), part)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
             # fetch the next one from a counter, so that faster CTAs process more work tiles
@@ -182,23 +182,6 @@ class Producer:
         with cute.arch.elect_one():
             info[RECORD + WorkTile.VALID] = Int32(0)
             cute.arch.mbarrier_arrive(bars.k_full)
-
-    def write_record(
-        self, info: cute.Tensor, lists: Lists, item: Int32, words: tuple[Any, ...], part: Any
-    ) -> None:
-        """Write the record of a work tile to shared memory, for the other roles.
-
-        Args:
-            info: int32 words in shared memory.
-            lists: tensors of the work list.
-            item: row of the work list.
-            words: kv block, head, batch element and number of q blocks.
-            part: which part of the gradients' columns the work tile computes.
-        """
-        write_record(info, RECORD, words)
-        write_turn(self.config, info, RECORD, lists.order, item)
-        if self.config.column_parts > 1:
-            info[RECORD + WorkTile.COLUMN_PART] = part
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:
@@ -219,3 +202,27 @@ def write_record(info: cute.Tensor, record: Any, words: tuple[Any, ...]) -> None
     """
     for i, word in enumerate((*words, Int32(1))):  # VALID last
         info[record + i] = word
+
+
+def write_part_record(
+    config: BackwardConfig,
+    info: cute.Tensor,
+    lists: Lists,
+    item: Int32,
+    words: tuple[Any, ...],
+    part: Any,
+) -> None:
+    """Write the record of a work tile of a single CTA to shared memory, with its part of columns.
+
+    Args:
+        config: compile-time configuration.
+        info: int32 words in shared memory.
+        lists: tensors of the work list.
+        item: row of the work list.
+        words: kv block, head, batch element and number of q blocks.
+        part: which part of the gradients' columns the work tile computes.
+    """
+    write_record(info, RECORD, words)
+    write_turn(config, info, RECORD, lists.order, item)
+    if config.column_parts > 1:
+        info[RECORD + WorkTile.COLUMN_PART] = part

@@ -95,9 +95,7 @@ class ScoreGrads(PlaceRuns):
         ds, values, known = self.hooks.dscore(tile.site, tile.head, rows, columns, grads)
         if tile.sums_captured is not True:
             zero = Float32(0.0)
-            values = [
-                [cutlass.select_(tile.sums_captured, x, zero) for x in own] for own in values
-            ]
+            values = [[cutlass.select_(tile.sums_captured, x, zero) for x in own] for own in values]
         place = 0
         for i, level in enumerate(self.hooks.gradient_levels):
             self._add(i, level, place, tile, rows, values[i], known[i], sums)

@@ -14,7 +14,7 @@ from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from attnkit.templates.common import device
 from attnkit.templates.common.work_tile import RECORD, WorkTile
-from attnkit.templates.sm100.backward_config import BackwardConfig
+from attnkit.templates.sm100.backward_config import CHUNK_STAGES, BackwardConfig
 from attnkit.templates.sm100.cta_group import CtaGroup
 
 # Roles of the 16 warps: warpgroup 0 adds to sums, 1 and 2 compute, then come the MMA warp and the
@@ -117,6 +117,18 @@ class Group:
 def q_stage(c: BackwardConfig, count: Int32) -> Int32:
     """Return the stage of the `count`-th q block in the Q ring."""
     return count & (c.q_stages - 1)
+
+
+def chunk_phase(c: BackwardConfig, count: Int32, position: int) -> Int32:
+    """Return the parity to wait for on the full barrier of a chunk of the `count`-th q block.
+
+    Args:
+        c: compile-time configuration, with `streamed`.
+        count: index of the q block in the CTA.
+        position: index among the chunks of the q block; its stage is `position % CHUNK_STAGES`.
+    """
+    laps = 2 * c.chunks // CHUNK_STAGES  # of the ring in each q block
+    return (count * laps + position // CHUNK_STAGES) & 1
 
 
 def q_phase(c: BackwardConfig, count: Int32) -> Int32:

@@ -15,9 +15,9 @@ For each query tile the MMAs are issued in the order P V of a block, then Q K of
 the next block overwrites P. P V has read P by then, because MMAs complete in the order of issue: no
 other wait is needed (Zadouri et al. 2026, FlashAttention-4).
 
-Head dims above 128 have one query tile, and two buffers of S. Above 256, K is loaded in parts of its
-columns, and S is their sum. Values wider than 256 columns are computed in two parts by two work
-tiles, which both compute S.
+With q_tiles=1, the two buffers of S serve two blocks of one query tile. Above head dim 256, K is
+loaded in parts of its columns, and S is their sum. Values wider than 256 columns are computed in
+two parts by two work tiles, which both compute S.
 """
 
 from __future__ import annotations

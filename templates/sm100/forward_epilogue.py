@@ -183,10 +183,12 @@ class StoreWarp:
                 cute.arch.mbarrier_wait(bars.out_full + place, out_phase(c, t, tile_idx))
                 if work.split_slot < 0:  # the correction warpgroup writes parts of split rows
                     tile, q_tiles = self.group.query_tile(t), c.block_q // ROWS
-                    at = (work.q_block * q_tiles + tile, work.head, work.batch)
-                    if const_expr(c.value_parts > 1):
-                        at = (at[0], work.value_part, *at[1:])
-                    cute.copy(tma_o, source[None, place], target[(None, *at)])
+                    at = work.q_block * q_tiles + tile, work.head, work.batch
+                    if const_expr(c.value_parts == 1):
+                        cute.copy(tma_o, source[None, place], target[(None, *at)])
+                    else:
+                        to = target[(None, at[0], work.value_part, *at[1:])]
+                        cute.copy(tma_o, source[None, place], to)
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(place == 0 and t < c.q_tiles - 1 and c.o_places == 1):
                     # the second tile uses the same buffer

@@ -82,8 +82,16 @@ def test_the_backward_has_five_products_and_two_steps() -> None:
     assert found.units["tensor"] == (5 * 2 * 128**3 + 2 * 2 * 128 * 128 * 16) / 8192 == 2688
     assert "128 x 256 scores, D = 128, on 2 SMs:" in str(found)
     assert 0.99 * found.roofline <= found.full <= 1.1 * found.roofline
-    with pytest.raises(UnsupportedError, match="backward for sm_100a takes no head dim of 256"):
-        backward_block_clocks(Variant(), SM100, head_dim=256)
+    with pytest.raises(UnsupportedError, match="with values up to 512, got 576 and 576"):
+        backward_block_clocks(Variant(), SM100, head_dim=576)
+
+
+def test_the_backward_of_wide_heads_computes_scores_for_each_part() -> None:
+    """At head dim 256, S and dP sum over all columns, and a work tile has half of the others."""
+    found = backward_block_clocks(Variant(), SM100, head_dim=256)
+    assert found.block == (64, 128)
+    assert found.sms == 1
+    assert found.full >= found.roofline
 
 
 @pytest.mark.exhaustive

@@ -71,7 +71,10 @@ def test_each_architecture_has_its_template(target: Target) -> None:
 BLACKWELL = replace(HOPPER, capability=(10, 0))
 RULES = [
     (replace(BLACKWELL, dtype="float32"), "the Blackwell kernel computes bfloat16 and float16"),
-    (replace(BLACKWELL, head_dim=264), "the Blackwell kernel takes head dims up to 256, got 264"),
+    (
+        replace(BLACKWELL, head_dim=584),
+        "Blackwell kernel takes head dims up to 576 with values up to 512",
+    ),
     (
         replace(BLACKWELL, listed_block=(64, 64)),
         r"which have \(512, 128\) or \(256, 128\) or \(128, 128\) or \(128, 64\)",
@@ -181,7 +184,7 @@ def test_every_kernel_fits_shared_memory(head_dim: int, value_dim: int) -> None:
         assert settings.head_dim_v * kernel.value_parts >= value_dim
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS + WIDE)
 def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int) -> None:
     pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
     from attnkit.splice import sm100
@@ -193,7 +196,7 @@ def test_every_blackwell_kernel_fits_its_memories(head_dim: int, value_dim: int)
         settings = config.ForwardConfig(**fields)  # or it says what does not fit
         assert (settings.block_q, settings.block_kv) == kernel.block
         assert settings.head_dim >= head_dim
-        assert settings.head_dim_v >= value_dim
+        assert settings.head_dim_v * settings.value_parts >= value_dim
         layout = sm100.layout_of(fields)
         assert layout.shared_bytes <= config.SMEM_BYTES
         taken = [c for _, first, count in layout.columns for c in range(first, first + count)]

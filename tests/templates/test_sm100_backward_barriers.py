@@ -13,6 +13,7 @@ from attnkit.templates.sm100.backward_barriers import (
     OPERANDS,
     Backward2CtaBarriers,
     BackwardBarriers,
+    BackwardStreamedBarriers,
     CommonBarriers,
 )
 from attnkit.templates.sm100.backward_config import BackwardConfig
@@ -25,6 +26,7 @@ from attnkit.templates.sm100.backward_config import BackwardConfig
         (BackwardBarriers, {"head_dim": 64, "head_dim_v": 64}),
         (BackwardBarriers, {"head_dim": 192, "block_q": 64}),
         (Backward2CtaBarriers, {"two_cta": True}),
+        (BackwardStreamedBarriers, {"head_dim": 384, "head_dim_v": 384, "block_q": 64}),
     ],
 )
 def test_words(barriers: type[CommonBarriers], settings: dict[str, Any]) -> None:
@@ -55,7 +57,7 @@ def test_every_barrier_of_a_pair_is_initialised_once(
     assert dict(counts)[barriers.v_full] == 2 - rank
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
 def test_every_barrier_of_a_cta_is_initialised_once(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,7 @@ def test_every_barrier_of_a_cta_is_initialised_once(
         "cutlass.cute.arch.mbarrier_init", lambda barrier, count: words.append(barrier)
     )
     config = BackwardConfig(head_dim=width, head_dim_v=width)
-    barriers: Any = BackwardBarriers.at(0, config)
+    kind = BackwardStreamedBarriers if config.streamed else BackwardBarriers
+    barriers: Any = kind.at(0, config)
     barriers.init(config)
     assert sorted(words) == list(range(barriers.count(config)))

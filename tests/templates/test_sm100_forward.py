@@ -196,6 +196,8 @@ def test_block_lists_overrule_the_mask() -> None:
         ({"head_dim": 100}, "head_dim=100: expected a multiple of 32"),
         ({"dtype": "float32"}, "expected 'bfloat16' or 'float16'"),
         ({"q_tiles": 3}, "expected 1 or 2"),
+        ({"head_dim": 512}, "q_tiles=2 with head_dim=512 and value_parts=1: expected q_tiles=1"),
+        ({"value_parts": 3}, "value_parts=3: expected 1 or 2"),
         ({"q_tiles": 1, "halves": True}, "halves=True with q_tiles=1 and block_kv=128"),
     ],
 )
