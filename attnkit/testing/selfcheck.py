@@ -75,6 +75,8 @@ EXAMPLES = (
     Example("causal, shared kv heads", lambda *_: Variant(None, _causal), 64, 4),
     Example("softcap, packed documents", _packed),
     Example("ALiBi, causal", _biased, 64),
+    Example("causal", lambda *_: Variant(None, _causal), 256),
+    Example("causal", lambda *_: Variant(None, _causal), 512, 4),
 )
 
 
