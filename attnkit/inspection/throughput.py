@@ -32,7 +32,7 @@ from attnkit.splice import (
     run_backward,
     run_forward,
 )
-from attnkit.splice.backward import backward_block
+from attnkit.splice.backward import backward_block, backward_column_parts
 from attnkit.splice.distance_calls import with_tables
 from attnkit.splice.forward import forward_block
 
@@ -214,7 +214,7 @@ def _slope(short: Timeline, long: Timeline) -> float:
 
 @dataclass(frozen=True)
 class _Run(ABC):
-    """Runs a forward or backward on one CTA (or one cluster) in the emulator to get its timeline.
+    """Runs a forward or backward on a few CTAs (or one cluster) in the emulator to get its timeline.
 
     Attributes:
         template: name of the plan's template.
@@ -228,6 +228,11 @@ class _Run(ABC):
     head_dim: int
     dtype: torch.dtype
     tables: bool
+
+    @property
+    def ctas(self) -> int:
+        """Return the number of CTAs, or clusters, that compute the tiles."""
+        return 1
 
     @property
     def lists_override_mask(self) -> bool:
@@ -264,7 +269,7 @@ class _Run(ABC):
             bound.score.tensors if bound.score else (),
             bound.mask.tensors if bound.mask else (),
         )
-        with torch.no_grad(), emulation.session(timeline=True, ctas=1) as session:
+        with torch.no_grad(), emulation.session(timeline=True, ctas=self.ctas) as session:
             scale = self.head_dim**-0.5
             self.run(variant, call, ForwardInputs(query, key, value, captured, scale))
         if not session.ok:
@@ -292,6 +297,10 @@ class _Forward(_Run):
 
 class _Backward(_Run):
     """Runs a backward, whose tiles are columns of blocks."""
+
+    @property
+    def ctas(self) -> int:
+        return backward_column_parts(self.template, (self.head_dim, self.head_dim))
 
     @property
     def lists_override_mask(self) -> bool:

@@ -24,7 +24,8 @@ class Kernel:
         lacks_o_smem: whether shared memory has no room for both the output tile and the query tile.
         softmax, double_buffer_p: see the `ForwardConfig` of the Hopper template.
         ctas: CTAs that share the products of a query tile.
-        value_parts: CTAs that each compute one part of the value columns of a query tile.
+        value_parts: CTAs, on Blackwell work tiles, that each compute one part of the value columns of a
+            query tile.
     """
 
     block: tuple[int, int]

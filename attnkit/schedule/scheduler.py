@@ -310,7 +310,7 @@ class _Work:
         return best
 
     def _listed(self, work_tiles: WorkTiles, costs: Tensor, order: Tensor) -> _Listed:
-        """Predict when the last worker ends."""
+        """Return the list with its predicted makespan."""
         return _Listed(work_tiles, costs, order, predict_makespan(costs[order], self.workers))
 
     def _sections(self, large_end: bool) -> Tensor:

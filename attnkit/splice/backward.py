@@ -219,6 +219,20 @@ def backward_block(
     return settings.block_q(widths, _light(program)), ctas * settings.block_kv(widths, switches)
 
 
+def backward_column_parts(template: str, head_dims: tuple[int, int]) -> int:
+    """Return the number of work tiles that share a kv tile in the backward of a GPU template.
+
+    Each computes a part of the columns of the gradients. It is 1 if the template has no backward
+    for these head dims of query and value.
+
+    Raises:
+        ArgumentError: `template` is not a GPU kernel.
+    """
+    settings = backward_template(gpu_target(template))
+    widths = settings.widths(head_dims)
+    return 1 if widths is None else settings.column_parts(widths)
+
+
 caches.register(_has_slope.cache_clear)
 
 

@@ -53,7 +53,7 @@ class BackwardTemplate:
         options: compiler options of the main kernel.
         semaphores: number of semaphores that order the additions to a tile of dQ, and to a tile of
             dK or dV, for each CTA and each part of the columns that share the tile.
-        column_parts: settings -> number of work tiles of the kernel for each row of the work list.
+        column_parts: widths -> number of work tiles of the kernel for each row of the work list.
             Each computes a part of the columns of dQ, dK and dV.
         widths: head dims -> head dims as the kernels compute them; None if they are too wide.
         block_q: (widths, whether dS = P (dP - delta) and the main kernel sums no gradient of a
@@ -90,7 +90,7 @@ class BackwardTemplate:
     roles: dict[str, range]
     options: str
     semaphores: tuple[int, int]
-    column_parts: Callable[[BackwardSettings], int]
+    column_parts: Callable[[HeadDims], int]
     widths: Callable[[HeadDims], HeadDims | None]
     block_q: Callable[[HeadDims, bool], int]
     block_kv: Callable[[HeadDims, Mapping[str, Any]], int]

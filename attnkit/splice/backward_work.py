@@ -139,7 +139,7 @@ def build_tables(
     first_writer = isinstance(first, FirstWriters)
     if isinstance(first, FirstWriters):
         work_tiles[:, 3] = first.stop
-    parts = settings.template.column_parts(settings)
+    parts = settings.template.column_parts(settings.widths)
     ctas = min(schedule.workers, parts * schedule.work_tile_count)
     if isinstance(whole, WholeHeads):
         whole.fill(work_tiles)
@@ -163,16 +163,19 @@ def build_tables(
         rows=batch * heads * runs.q_blocks * rows,
         counters=1 + COUNTERS * split,
         workers=ctas,
-        cost=_emulation_cost(work_tiles, settings.block) if emulated else 0.0,
+        cost=_emulation_cost(work_tiles, settings.block, parts) if emulated else 0.0,
     )
 
 
-def _emulation_cost(work_tiles: Tensor, block: tuple[int, int]) -> float:
-    """Estimate the warp instructions that the emulator executes for these work tiles."""
+def _emulation_cost(work_tiles: Tensor, block: tuple[int, int], parts: int) -> float:
+    """Estimate the warp instructions that the emulator executes for these work tiles.
+
+    `parts` is the number of the kernel's work tiles for each of these.
+    """
     from attnkit.jit import emulation
 
-    visited = int(work_tiles[:, [6, 9]].sum())
-    return emulation.attention_work(visited, len(work_tiles), block=block, products=5)
+    visited, count = parts * int(work_tiles[:, [6, 9]].sum()), parts * len(work_tiles)
+    return emulation.attention_work(visited, count, block=block, products=5)
 
 
 def _heads(settings: BackwardSettings, query: Tensor, key: Tensor) -> int:

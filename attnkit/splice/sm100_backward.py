@@ -66,10 +66,12 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     return ctas | {"less_lse": fits}
 
 
-def column_parts(settings: BackwardSettings) -> int:
+def column_parts(widths: tuple[int, int]) -> int:
     """Return the number of work tiles that share a kv tile, each with a part of the columns."""
-    parts: int = config(settings).column_parts
-    return parts
+    from attnkit.templates.sm100.backward_config import BackwardConfig
+
+    sizes: dict[str, Any] = {"head_dim": widths[0], "head_dim_v": widths[1]}
+    return BackwardConfig(**sizes, block_q=block_q(widths, True)).column_parts
 
 
 def splits(settings: BackwardSettings) -> bool:

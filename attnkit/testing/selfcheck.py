@@ -76,7 +76,7 @@ EXAMPLES = (
     Example("softcap, packed documents", _packed),
     Example("ALiBi, causal", _biased, 64),
     Example("causal", lambda *_: Variant(None, _causal), 256),
-    Example("causal", lambda *_: Variant(None, _causal), 512, 4),
+    Example("causal", lambda *_: Variant(None, _causal), 512),
 )
 
 

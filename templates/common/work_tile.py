@@ -47,11 +47,11 @@ class WorkTile(IntEnum):
     # if the work tiles of several query heads add to dK and dV of one kv head in a fixed order
     TURN = 5
     NUM_TURNS = 6
-    # if several work tiles share a kv block, each with a part of the columns of dQ, dK and dV
-    COLUMN_PART = 7
     # if the parts of a split kv block add up dK and dV in the kernel
     SPLIT = 5
     NUM_PARTS = 6
+    # if several work tiles share a kv block, each with a part of the columns of dQ, dK and dV
+    COLUMN_PART = 7
 
 
 RECORD = 8  # index of the first record word, after the words of the Q stages

@@ -16,6 +16,7 @@ that need the mask run mask instructions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -55,6 +56,24 @@ ROW = cutlass.tensor_utils.LayoutEnum.ROW_MAJOR
 LOADS = 4  # number of TMA loads; two TMA stores follow them in the kernel's arguments
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Holds the views and addresses of a CTA's shared memory that its roles use.
+
+    Attributes:
+        targets: tensors that the producer writes.
+        operands: addresses of the operands, the fields of `Operands` before `tmem`.
+        grads: memory from which TMA stores dK and dV.
+        dv, ds: addresses of dV, see `GradTarget.smem`, and of dS.
+    """
+
+    targets: Any
+    operands: tuple[Int32, ...]
+    grads: tuple[cute.Tensor, cute.Tensor]
+    dv: Int32
+    ds: Int32
+
+
 class Backward:
     """Builds and launches the Blackwell backward kernel of one configuration and one variant.
 
@@ -67,6 +86,10 @@ class Backward:
     """
 
     storage: Any  # struct of a CTA's shared memory, created by `__call__`
+    producer_of: Any = Producer
+    mma_of: Any = Mma
+    operands_of: Any = Operands
+    barriers_of: Any = BackwardBarriers
 
     def __init__(self, config: BackwardConfig, hooks: BackwardHooks) -> None:
         problem = config.problem()
@@ -78,8 +101,8 @@ class Backward:
         group = Group(config)
         softmax = SoftmaxBackward(config, hooks, self.dtype)
         epilogue = Epilogue(config, group, self.dtype)
-        self.producer = Producer(config)
-        self.mma = Mma(config, group, self.lse_in_mma, self.dtype)
+        self.producer: Any = self.producer_of(config)
+        self.mma = self.mma_of(config, group, self.lse_in_mma, self.dtype)
         self.compute = ComputeWarpgroup(
             config, Parts(group, self.lse_in_mma, softmax, ScoreGrads(softmax), epilogue)
         )
@@ -118,55 +141,16 @@ class Backward:
             sums: in tiles with the layout of `backward_dq_reduce`.
             captured: captured tensors, then with `with_entropy` the gradients of the rows' entropies,
                 float32 [B, H, S], then with `with_dropout` the state of dropout, int64 [2].
-            order: one semaphore per tile of the sums.
+            order: one semaphore for each part of the columns of a tile of the sums.
         """
-        c, dtype = self.config, self.dtype
-        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
-        query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
+        c = self.config
+        tensors = [  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
-        )
-
-        def tile(rows: int, columns: int, stages: int) -> Any:
-            return hopper_helpers.make_smem_layout_b(ROW, (64, rows, columns), dtype, stages)
-
-        layouts = (
-            tile(bm, head_dim, c.q_stages),  # Q
-            tile(bn, head_dim, 1),  # K
-            tile(bn, head_dim_v, 1),  # V
-            tile(bm, head_dim_v, c.stages),  # dO
-            tile(bn, 64, c.grad_dims[0] // 64),  # dK, in the memory of K
-            tile(bn, 64, c.grad_dims[1] // 64),  # dV, in the memory of V
-        )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma = [
-            cpasync.make_tiled_tma_atom(op, t, cute.slice_(layout, (None, None, 0)), shape)
-            for op, t, layout, shape in (
-                (load, query, layouts[0], (bm, head_dim)),
-                (load, key, layouts[1], (bn, head_dim)),
-                (load, value, layouts[2], (bn, head_dim_v)),
-                (load, grad_out, layouts[3], (bm, head_dim_v)),
-                (store, grad_key, layouts[4], (bn, 64)),
-                (store, grad_value, layouts[5], (bn, 64)),
-            )
         ]
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[Int64, BackwardBarriers.count(c)]
-            base: Int32  # address of tensor memory
-            info: cute.struct.MemRange[Int32, Word.COUNT]
-            factors: cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024]
-            # directly after V: the epilogue addresses both from V on
-            k: cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024]
-            do: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[dtype, bn * bm], 1024]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, c.slices * SLICE * bn], 128]
-
-        self.storage = Storage
+        query, key = tensors[:2]
+        layouts = self.layouts()
+        tma = self.copies(layouts, tensors)
+        self.storage = self.struct()
         lengths = (query.shape[0], key.shape[0])
         heads = (query.shape[2], key.shape[2], query.shape[3], key.shape[3])
         self.kernel(
@@ -185,6 +169,60 @@ class Backward:
             order,
             (scale, group, *lengths, *heads),
         ).launch(grid=(ctas, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    def tile(self, rows: int, columns: int, stages: int) -> Any:
+        """Return the layout of tiles in shared memory, with the 128-byte swizzle."""
+        shape = 64, rows, columns
+        return hopper_helpers.make_smem_layout_b(ROW, shape, self.dtype, stages)
+
+    def layouts(self) -> tuple:
+        """Return the layouts of Q, K, V, dO, dK and dV in shared memory."""
+        c = self.config
+        return (
+            self.tile(c.block_q, c.head_dim, c.q_stages),
+            self.tile(c.rows_kv, c.head_dim, 1),
+            self.tile(c.rows_kv, c.head_dim_v, 1),
+            self.tile(c.block_q, c.head_dim_v, c.stages),
+            self.tile(c.rows_kv, 64, c.grad_dims[0] // 64),  # in the memory of K
+            self.tile(c.rows_kv, 64, c.grad_dims[1] // 64),  # in the memory of V
+        )
+
+    def copies(self, layouts: tuple, tensors: list[Any]) -> list[tuple[Any, Any]]:
+        """Return the TMA atom and the coordinate tensor of each load and store.
+
+        `tensors` are Q, K, V, dO, dK and dV, each [S, D, H, B].
+        """
+        c, (q, k, v, do, dk, dv) = self.config, layouts
+        bm, bn = c.block_q, c.rows_kv
+        boxes = (
+            (q, (bm, c.head_dim)), (k, (bn, c.head_dim)), (v, (bn, c.head_dim_v)),
+            (do, (bm, c.head_dim_v)), (dk, (bn, 64)), (dv, (bn, 64)),
+        )  # fmt: skip
+        return [
+            tma_copy(i < LOADS, tensor, layout, shape)
+            for i, (tensor, (layout, shape)) in enumerate(zip(tensors, boxes, strict=True))
+        ]
+
+    def struct(self) -> Any:
+        """Return the struct of a CTA's shared memory."""
+        c, dtype = self.config, self.dtype
+        head_dim, head_dim_v, bm, bn = c.head_dim, c.head_dim_v, c.block_q, c.rows_kv
+
+        return struct_of(
+            barriers=cute.struct.MemRange[Int64, BackwardBarriers.count(c)],
+            base=Int32,  # address of tensor memory
+            info=cute.struct.MemRange[Int32, Word.COUNT],
+            factors=cute.struct.Align[cute.struct.MemRange[Int32, 2 * CORE_WORDS], 128],
+            lse=cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[0]], 128],
+            delta=cute.struct.Align[cute.struct.MemRange[Float32, c.smem_row_words[1]], 128],
+            v=cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim_v], 1024],
+            # directly after V: the epilogue addresses both from V on
+            k=cute.struct.Align[cute.struct.MemRange[dtype, bn * head_dim], 1024],
+            q=cute.struct.Align[cute.struct.MemRange[dtype, c.q_stages * bm * head_dim], 1024],
+            do=cute.struct.Align[cute.struct.MemRange[dtype, c.stages * bm * head_dim_v], 1024],
+            ds=cute.struct.Align[cute.struct.MemRange[dtype, bn * bm], 1024],
+            sums=cute.struct.Align[cute.struct.MemRange[Float32, c.slices * SLICE * bn], 128],
+        )
 
     # ---------------------------------------------------------------------------------- device
 
@@ -219,21 +257,10 @@ class Backward:
         rows = SmemRows(  # f32 [words of the rows, stages]
             storage.lse.get_tensor(lse_layout), storage.delta.get_tensor(delta_layout), info
         )
-        parts = (storage.q, storage.k, storage.v, storage.do, storage.k, storage.v)
-        views = tuple(  # dtype, shapes in `LoadTargets` and `GradTarget`
-            part.get_tensor(layout.outer, swizzle=layout.inner)
-            for part, layout in zip(parts, layouts, strict=True)
-        )
-        smem_q, smem_k, smem_v, smem_do, smem_ds, smem_factors, smem_lse, smem_delta = (
-            part.data_ptr().toint()
-            for part in (
-                storage.q, storage.k, storage.v, storage.do, storage.ds, storage.factors,
-                storage.lse, storage.delta,
-            )
-        )  # fmt: skip
+        memory = self.memory(storage, layouts)
         staging, tmem_base = storage.sums.data_ptr(), storage.base.ptr
-        factors = storage.factors.data_ptr()
-        bars = BackwardBarriers.at(storage.barriers.data_ptr(), c)
+        factors = storage.factors.data_ptr() if const_expr(c.less_delta) else None
+        bars = self.barriers_of.at(storage.barriers.data_ptr(), c)
         if warp == MMA_WARP:
             with cute.arch.elect_one():
                 bars.init(c)
@@ -254,23 +281,19 @@ class Backward:
                 self.producer.run(
                     atoms[:LOADS],
                     tiles[:LOADS],
-                    LoadTargets(*views[:LOADS]),
+                    memory.targets,
                     rows,
                     bars,
                     lists,
                     problem,
                 )
             if warp == MMA_WARP:
-                operands = Operands(
-                    smem_q, smem_k, smem_v, smem_do, smem_ds, smem_factors, smem_lse, smem_delta,
-                    tmem,
-                )  # fmt: skip
-                self.mma.run(operands, bars, info)
+                self.mma.run(self.operands_of(*memory.operands, tmem), bars, info)
         elif warp >= COMPUTE_WARP:
             cute.arch.setmaxregister_increase(c.registers.compute)
             self.compute.run(
-                (atoms[LOADS:], tiles[LOADS:], views[LOADS:]), (smem_v, smem_ds), rows, tmem, bars, captured,
-                totals, problem,
+                (atoms[LOADS:], tiles[LOADS:], memory.grads), (memory.dv, memory.ds), rows, tmem,
+                bars, captured, totals, problem,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(c.registers.reduce)
@@ -280,3 +303,45 @@ class Backward:
         if warp == MMA_WARP:
             fence_after()
             device.free(device.allocated(tmem_base))
+
+    def memory(self, storage: Any, layouts: tuple) -> Memory:
+        """Return the views and addresses of shared memory."""
+        parts = (storage.q, storage.k, storage.v, storage.do, storage.k, storage.v)
+        views = [view(part, layout) for part, layout in zip(parts, layouts, strict=True)]
+        q, k, v, do, ds, factors, lse, delta = (
+            part.data_ptr().toint()
+            for part in (
+                storage.q, storage.k, storage.v, storage.do, storage.ds, storage.factors,
+                storage.lse, storage.delta,
+            )
+        )  # fmt: skip
+        operands = q, k, v, do, ds, factors, lse, delta
+        return Memory(LoadTargets(*views[:LOADS]), operands, (views[4], views[5]), v, ds)
+
+
+def tma_copy(load: bool, tensor: Any, layout: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Return the TMA atom and the coordinate tensor of a load, or else of a store.
+
+    Args:
+        load: whether to load.
+        tensor: in global memory, [S, D, H, B].
+        layout: in shared memory, [rows, columns, stages].
+        shape: rows and columns of a copy.
+    """
+    op = cpasync.CopyBulkTensorTileG2SOp() if load else cpasync.CopyBulkTensorTileS2GOp()
+    one = cute.slice_(layout, (None, None, 0))
+    pair: tuple[Any, Any] = cpasync.make_tiled_tma_atom(op, tensor, one, shape)
+    return pair
+
+
+def view(part: Any, layout: Any) -> cute.Tensor:
+    """Return the tensor of a field of the struct of shared memory."""
+    return part.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+def struct_of(**fields: Any) -> Any:
+    """Return the struct of shared memory with these fields, in this order.
+
+    A class statement would turn the types of the fields into text, as this module's annotations are.
+    """
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))

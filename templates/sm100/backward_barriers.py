@@ -16,14 +16,14 @@ PER_TILE = (
     "acc_full",
 )  # fmt: skip
 OVERLAP = "dv_full", "v_empty", "epilogue_done", "k_columns_full", "item_full", "item_empty"
-SINGLE = (*PER_TILE, "v_full", *OVERLAP)  # one mbarrier each; all other fields are rings or pairs
 PARTS = "q_part_full", "q_part_empty", "do_part_full", "do_part_empty"
+SINGLE = (*PER_TILE, "v_full", *OVERLAP, *PARTS)  # one mbarrier each
 OPERANDS = "q_rows", "q_columns", "do_rows", "do_columns"
 
 
 @dataclass(frozen=True)
 class CommonBarriers:
-    """Holds the mbarriers of both kernels; a field points to the first of `sizes[field]` mbarriers.
+    """Holds the mbarriers of all kernels; a field points to the first of `sizes[field]` mbarriers.
 
     Attributes:
         k_full: the record of a work tile is written, and K has arrived (CTA pair: its rows; with

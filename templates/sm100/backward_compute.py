@@ -77,7 +77,7 @@ class ComputeWarpgroup:
         Args:
             stores: TMA stores of dK and dV, their coordinate tensors, and the shared memory that
                 they read.
-            smem: shared addresses of dV, which dK follows, and of dS.
+            smem: shared addresses of dV, see `GradTarget.smem`, and of dS.
             rows: statistics and words of q blocks in shared memory.
             tmem: base of tensor memory.
             bars: mbarriers.

@@ -271,7 +271,8 @@ class BackwardConfig:
             ring = CHUNK_STAGES * (self.rows_kv + self.block_q) * CHUNK
             parts = (self.rows_kv + 2 * self.block_q) * self.grad_dims[0]
             halves = ring + parts + self.rows_kv * self.block_q
-            return 2 * halves + 4 * (self.slices * SLICE * self.rows_kv) + 2048
+            floats = self.slices * SLICE * self.rows_kv + sum(self.smem_row_words)
+            return 2 * halves + 4 * floats + 1024
         q_stages = 1 if self.two_cta else self.q_stages
         q = q_stages * self.head_dim + self.stages * self.head_dim_v + self.rows_kv
         # a CTA of a pair loads K twice: its rows for S, its columns for dQ
@@ -299,7 +300,10 @@ class BackwardConfig:
                 "expected 128 and 128"
             )
         if self.less_lse and not self.less_delta:
-            return "less_lse=True with dropout, or with equal head dims from 128 and two_cta=False: expected False"
+            return (
+                "less_lse=True with dropout, or with one CTA and equal head dims from 128 on: "
+                "expected False"
+            )
         if self.weights and (self.with_entropy or self.with_dropout):
             return "entropies or dropout without a softmax: expected neither"
         if self.dtype not in ("bfloat16", "float16"):

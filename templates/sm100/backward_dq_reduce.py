@@ -4,8 +4,8 @@ It copies 32 columns at a time, with a row per thread, from tensor memory to sha
 which one bulk reduction adds them. The layout of a tile of the sums is [slice][group][row][4]: a
 slice has 32 columns, and a group in it has 4 columns, so that threads access adjacent 16 bytes.
 
-In deterministic mode one thread waits for the tile's turn before its first slice. Each tile has a
-semaphore, in the order of `attnkit.schedule.deterministic_order`. No other role waits for turns, so
+In deterministic mode one thread waits for the tile's turn before its first slice. Each part of
+a tile's columns has a semaphore, in the order of `attnkit.schedule.deterministic_order`. No other role waits for turns, so
 that loads run ahead.
 """
 

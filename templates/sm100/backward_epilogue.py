@@ -1,6 +1,6 @@
 """Round dK and dV of a work tile and store them by TMA: the epilogue of the Blackwell backward.
 
-They pass from tensor memory through the shared memory of K and V, 64 columns at a time. The two
+They pass from tensor memory through the shared memory of operands, 64 columns at a time. The two
 compute warpgroups alternate.
 """
 
@@ -27,7 +27,7 @@ class GradTarget:
     Attributes:
         atoms, tiles, views: TMA stores, coordinate tensors and shared memory of dK and of dV, dtype
             [128, 64, grad_dim / 64] each.
-        smem: shared address of dV; that of dK follows it, or that of K with dK.
+        smem: shared address of dV. dK follows dV; at head dim 256 it begins where K begins.
         tmem: tensor-memory address of the warp's first lane.
         place: (index of the tile of 128 kv positions, head, batch element, part of the columns as
             from `Group.column_part`).

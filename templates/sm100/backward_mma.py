@@ -67,11 +67,11 @@ class Mma:
         self.dtype = dtype
 
     @cute.jit
-    def run(self, operands: Operands, bars: BackwardBarriers, info: cute.Tensor):
+    def run(self, operands: Any, bars: Any, info: cute.Tensor):
         """Issue the MMAs of all work tiles.
 
         Args:
-            operands: addresses of the operands.
+            operands: addresses of the operands, for the methods that issue MMAs.
             bars: mbarriers.
             info: int32 words in shared memory, see `Word`.
         """
@@ -90,15 +90,11 @@ class Mma:
                     with cute.arch.elect_one():
                         device.commit(bars.acc_full)
             elif count > 0:
-                cute.arch.mbarrier_wait(bars.block_full + q_stage(c, q_count), q_phase(c, q_count))
                 self.issue_s(operands, q_count, bars)
-                cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
+                self.wait_v(bars, kv_count)
                 self.issue_dp(operands, q_count, bars)
                 self.issue_dv(operands, q_count, bars, Int32(0), part)
                 for i in cutlass.range(count - 1, unroll=1):
-                    cute.arch.mbarrier_wait(
-                        bars.block_full + q_stage(c, q_count + 1), q_phase(c, q_count + 1)
-                    )
                     # S first: the compute warps process it during dQ and dK of the previous block
                     self.issue_s(operands, q_count + 1, bars)
                     self.issue_dq(operands, q_count, bars, part)
@@ -131,17 +127,21 @@ class Mma:
             part: see `Group.column_part`.
         """
         i, kv_count = first
-        cute.arch.mbarrier_wait(bars.block_full, count & 1)
         self.issue_s(operands, count, bars)
-        cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)  # returns at once after the first block
+        self.wait_v(bars, kv_count)  # returns at once after the first block
         self.issue_dp(operands, count, bars)
         self.issue_dv(operands, count, bars, i, part)
         self.issue_dq(operands, count, bars, part)
         self.issue_dk(operands, count, bars, i, part)
 
+    def wait_v(self, bars: BackwardBarriers, kv_count: Int32) -> None:
+        """Wait until V of the `kv_count`-th work tile has arrived."""
+        cute.arch.mbarrier_wait(bars.v_full, kv_count & 1)
+
     def issue_s(self, operands: Operands, count: Int32, bars: BackwardBarriers) -> None:
         """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
         c, at = self.config, per_block(operands, count)
+        cute.arch.mbarrier_wait(bars.block_full + q_stage(c, count), q_phase(c, count))
         form = device.instruction_descriptor(c.rows_kv, c.block_q, self.dtype)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
         fence_after()

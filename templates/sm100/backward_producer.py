@@ -22,7 +22,7 @@ from attnkit.templates.common.work_tile import (
     WorkTile,
     begin_runs,
 )
-from attnkit.templates.sm100.backward_barriers import BackwardBarriers
+from attnkit.templates.sm100.backward_barriers import BackwardBarriers, CommonBarriers
 from attnkit.templates.sm100.backward_config import BackwardConfig
 from attnkit.templates.sm100.backward_shared import (
     SmemRows,
@@ -98,8 +98,6 @@ class Producer:
         blocks = (p.q_len + bm - 1) // bm
         ragged = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
         cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         total = items.shape[0] * c.column_parts
         index, q_count, kv_count = Int32(cta), Int32(0), Int32(0)
         while index < total:
@@ -170,18 +168,37 @@ class Producer:
                     write_part_record(c, info, lists, item, (kv_block, h, b, count), part)
                     cute.arch.mbarrier_arrive(bars.v_full)
                     cute.arch.mbarrier_arrive(bars.k_full)
-            # fetch the next one from a counter, so that faster CTAs process more work tiles
-            old = Int32(0)
-            if lane == 0:
-                old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                if old == total - 1:  # the last fetch of the launch resets the counter
-                    cute.arch.store(lists.counter.iterator, Int32(0), sem="relaxed", scope="gpu")
-            index = cute.arch.shuffle_sync(old, 0) + ctas
+            index = fetch(lists, total)
             kv_count += 1
-        cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
-        with cute.arch.elect_one():
-            info[RECORD + WorkTile.VALID] = Int32(0)
-            cute.arch.mbarrier_arrive(bars.k_full)
+        write_end(info, bars, kv_count)
+
+
+@cute.jit
+def fetch(lists: Lists, total: Int32):
+    """Return the index of the CTA's next work tile, at least `total` after the last.
+
+    Work tiles come from a counter, so that faster CTAs process more of them. The first work tile of
+    a CTA has the CTA's index.
+
+    Args:
+        lists: tensors of the work list.
+        total: number of work tiles of the launch.
+    """
+    ctas, _, _ = cute.arch.grid_dim()
+    old = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
+        if old == total - 1:  # the last fetch of the launch resets the counter
+            cute.arch.store(lists.counter.iterator, Int32(0), sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(old, 0) + ctas
+
+
+def write_end(info: cute.Tensor, bars: CommonBarriers, kv_count: Int32) -> None:
+    """Tell the other roles of a single CTA that there is no work tile after the `kv_count`-th."""
+    cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
+    with cute.arch.elect_one():
+        info[RECORD + WorkTile.VALID] = Int32(0)
+        cute.arch.mbarrier_arrive(bars.k_full)
 
 
 def begin_item(lists: Lists, index: Any) -> list[Any]:

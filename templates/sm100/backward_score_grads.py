@@ -134,7 +134,10 @@ class ScoreGrads(PlaceRuns):
             for k in range(1, len(rows)):
                 q = cutlass.select_(lane // each == k, rows[k][0], q)
             place = self.place_of(i, site, total, q, None)
-            self.add_where(lane % each == 0, place, own)
+            adds = lane % each == 0
+            if tile.sums_captured is not True:
+                adds = adds & tile.sums_captured
+            self.add_where(adds, place, own)
         else:
             kv, indices = tile.columns[0][0], known or [None] * len(values)
             places = [

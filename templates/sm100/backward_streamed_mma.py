@@ -9,16 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Int32, cute
 
-from attnkit.templates.common import device as common_device
-from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm100 import backward_device as device
-from attnkit.templates.sm100.backward_barriers import BackwardStreamedBarriers
-from attnkit.templates.sm100.backward_config import CHUNK, CHUNK_STAGES, BackwardConfig
-from attnkit.templates.sm100.backward_mma import packed_column, per_block
-from attnkit.templates.sm100.backward_shared import Group, chunk_phase, q_stage
+from attnkit.templates.sm100.backward_config import CHUNK, CHUNK_STAGES
+from attnkit.templates.sm100.backward_mma import Mma, packed_column, per_block
+from attnkit.templates.sm100.backward_shared import chunk_phase, q_stage
 from attnkit.templates.sm100.device import fence_after
 
 
@@ -44,75 +40,35 @@ class OperandsStreamed:
     tmem: Int32
 
 
-class MmaStreamed:
-    """Issues the MMAs of a CTA.
+class MmaStreamed(Mma):
+    """Issues the MMAs of a CTA in the order of `Mma`, with operands in chunks and parts.
 
-    Args:
-        config: compile-time configuration.
-        group: the CTAs of a work tile: one.
-        dtype: dtype of the operands.
+    A part of the columns of Q, K or dO is in a place of its own, so that the methods do not read
+    which part it is.
     """
 
-    def __init__(self, config: BackwardConfig, group: Group, dtype: Any) -> None:
-        self.config = config
-        self.group = group
-        self.dtype = dtype
-
-    @cute.jit
-    def run(self, operands: OperandsStreamed, bars: BackwardStreamedBarriers, info: cute.Tensor):
-        """Issue the MMAs of all work tiles.
-
-        Args:
-            operands: addresses of the operands.
-            bars: mbarriers.
-            info: int32 words in shared memory, see `Word`.
-        """
-        q_count, kv_count = Int32(0), Int32(0)  # indices of the q block and the work tile
-        cute.arch.mbarrier_wait(bars.k_full, 0)
-        valid = info[RECORD + WorkTile.VALID]
-        while valid != 0:
-            count = info[RECORD + WorkTile.NUM_BLOCKS]
-            if count > 0:
-                self.issue_s(operands, q_count, bars)
-                self.issue_dp(operands, q_count, bars)
-                self.issue_dv(operands, q_count, bars, Int32(0))
-                for i in cutlass.range(count - 1, unroll=1):
-                    # S first: the compute warps process it during dQ and dK of the previous block
-                    self.issue_s(operands, q_count + 1, bars)
-                    self.issue_dq(operands, q_count, bars)
-                    self.issue_dk(operands, q_count, bars, i)
-                    self.issue_dp(operands, q_count + 1, bars)
-                    self.issue_dv(operands, q_count + 1, bars, Int32(1))
-                    q_count += 1
-                self.issue_dq(operands, q_count, bars)
-                self.issue_dk(operands, q_count, bars, count - 1)
-                with cute.arch.elect_one():
-                    device.commit(bars.acc_full)
-                q_count += 1
-            common_device.arrive(bars.kv_empty)
-            kv_count += 1
-            cute.arch.mbarrier_wait(bars.k_full, kv_count & 1)
-            valid = info[RECORD + WorkTile.VALID]
+    def wait_v(self, bars: Any, kv_count: Int32) -> None:
+        """Do nothing: each chunk of V has a barrier."""
 
     # ---------------------------------------------------- MMAs of a block, inlined while tracing
 
-    def issue_s(self, operands: OperandsStreamed, count: Int32, bars: Any) -> None:
+    def issue_s(self, operands: Any, count: Int32, bars: Any) -> None:
         """Issue S^T = K Q^T, chunk by chunk."""
         c = self.config
         self._issue_scores(operands, count, bars, (c.s_column, 0, bars.s_full))
 
-    def issue_dp(self, operands: OperandsStreamed, count: Int32, bars: Any) -> None:
+    def issue_dp(self, operands: Any, count: Int32, bars: Any) -> None:
         """Issue dP^T = V dO^T, chunk by chunk."""
         c = self.config
         self._issue_scores(operands, count, bars, (c.dp_column, c.chunks, bars.dp_full))
 
     def _issue_scores(
-        self, operands: OperandsStreamed, count: Int32, bars: Any, which: tuple[int, int, Any]
+        self, operands: Any, count: Int32, bars: Any, which: tuple[int, int, Any]
     ) -> None:
         """Issue a sum over chunks of products of rows.
 
         Args:
-            operands: addresses of the operands.
+            operands: addresses of the operands, `OperandsStreamed`.
             count: index of the q block in the CTA.
             bars: mbarriers.
             which: column of the result in tensor memory, number of chunks of the q block that come
@@ -142,7 +98,7 @@ class MmaStreamed:
                     device.commit(done)
 
     def issue_dv(
-        self, operands: OperandsStreamed, count: Int32, bars: Any, accumulate: Int32
+        self, operands: Any, count: Int32, bars: Any, accumulate: Int32, part: Any
     ) -> None:
         """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0, for a part of its columns."""
         c, at = self.config, per_block(operands, count)
@@ -154,7 +110,7 @@ class MmaStreamed:
         )
 
     def issue_dk(
-        self, operands: OperandsStreamed, count: Int32, bars: Any, accumulate: Int32
+        self, operands: Any, count: Int32, bars: Any, accumulate: Int32, part: Any
     ) -> None:
         """Issue dK += dS^T Q, or dK = dS^T Q if `accumulate` is 0, for a part of its columns.
 
@@ -193,7 +149,7 @@ class MmaStreamed:
             for barrier in released:
                 device.commit(barrier)
 
-    def issue_dq(self, operands: OperandsStreamed, count: Int32, bars: Any) -> None:
+    def issue_dq(self, operands: Any, count: Int32, bars: Any, column_part: Any) -> None:
         """Issue dQ = dS K for a part of its columns."""
         c, at = self.config, per_block(operands, count)
         form = device.instruction_descriptor(

@@ -17,10 +17,15 @@ from cutlass.cute.nvgpu import cpasync
 from attnkit.templates.common.backward_producer import next_q_block
 from attnkit.templates.common.backward_work import Lists, Problem
 from attnkit.templates.common.tma import partition
-from attnkit.templates.common.work_tile import RECORD, WorkItem, WorkTile
+from attnkit.templates.common.work_tile import WorkItem
 from attnkit.templates.sm100.backward_barriers import BackwardStreamedBarriers
 from attnkit.templates.sm100.backward_config import CHUNK, CHUNK_STAGES, BackwardConfig
-from attnkit.templates.sm100.backward_producer import begin_item, write_part_record
+from attnkit.templates.sm100.backward_producer import (
+    begin_item,
+    fetch,
+    write_end,
+    write_part_record,
+)
 from attnkit.templates.sm100.backward_shared import SmemRows, chunk_phase, q_phase, q_stage
 
 
@@ -67,7 +72,7 @@ class Stream:
             column: first column; a chunk beyond the tensor is filled with zeros.
             full: mbarrier.
         """
-        # an offset, not an index of a tile: if the tensor has one tile, each index is that of tile 0
+        # an offset, not the index of a tile: if the tensor has one, each index is that of tile 0
         shifted = cute.domain_offset((0, column, 0, 0), self.tiles)
         to, source = partition(self.atom, smem, shifted, (self.rows, CHUNK), (None, 0, None, None))
         cute.copy(self.atom, source[(None, *place)], to[None, stage], tma_bar_ptr=full)
@@ -113,8 +118,6 @@ class ProducerStreamed:
         blocks = (p.q_len + bm - 1) // bm
         ragged = p.q_len // bm, p.kv_len // bn  # the ragged blocks, if any
         cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         total = items.shape[0] * c.column_parts
         index, q_count, kv_count = Int32(cta), Int32(0), Int32(0)
         while index < total:
@@ -140,28 +143,18 @@ class ProducerStreamed:
                         if j == 0:
                             self._begin(info, lists, item, words, part, kv_count, bars)
                             self._load_part(k, smem.k_part, of_kv, column, bars.k_full)
-                    self._load_chunk((k, q), smem, (of_kv, of_q), chunk, q_count, chunk, bars)
+                    self._load_chunk((k, q), smem, (of_kv, of_q), chunk, q_count, bars)
                 self._refill_part(do, smem.do_part, of_q, column, q_count, bars, "do_part")
                 for chunk in cutlass.range_constexpr(c.chunks):
-                    place = c.chunks + chunk
-                    self._load_chunk((v, do), smem, (of_kv, of_q), chunk, q_count, place, bars)
+                    self._load_chunk((v, do), smem, (of_kv, of_q), c.chunks + chunk, q_count, bars)
                 self._refill_part(q, smem.q_part, of_q, column, q_count, bars, "q_part")
                 q_count += 1
             if count == 0:  # fully masked: only the record
                 self._begin(info, lists, item, words, part, kv_count, bars)
                 self._load_part(k, smem.k_part, of_kv, column, bars.k_full)
-            # fetch the next one from a counter, so that faster CTAs process more work tiles
-            old = Int32(0)
-            if lane == 0:
-                old = cute.arch.atomic_add(lists.counter.iterator, Int32(1))
-                if old == total - 1:  # the last fetch of the launch resets the counter
-                    cute.arch.store(lists.counter.iterator, Int32(0), sem="relaxed", scope="gpu")
-            index = cute.arch.shuffle_sync(old, 0) + ctas
+            index = fetch(lists, total)
             kv_count += 1
-        cute.arch.mbarrier_wait(bars.kv_empty, (kv_count & 1) ^ 1)
-        with cute.arch.elect_one():
-            info[RECORD + WorkTile.VALID] = Int32(0)
-            cute.arch.mbarrier_arrive(bars.k_full)
+        write_end(info, bars, kv_count)
 
     def _load_rows(
         self, lists: Lists, rows: SmemRows, row: Int32, word: Int32, count: Int32, bars: Any
@@ -198,9 +191,19 @@ class ProducerStreamed:
         count: Int32,
         bars: Any,
     ) -> None:
-        """Write the record of a work tile once all roles have finished with the one before.
+        """Write the record of a work tile once all roles have finished with the last one.
 
-        Then also the memory of the parts is free, from which its dK and dV were stored.
+        By then the memory of the parts is free too: dK and dV of the last work tile were stored
+        from it.
+
+        Args:
+            info: int32 words in shared memory.
+            lists: tensors of the work list.
+            item: row of the work list.
+            words: kv block, head, batch element and number of q blocks.
+            part: part of the gradients' columns.
+            count: index of the work tile in the CTA.
+            bars: mbarriers.
         """
         c = self.config
         cute.arch.mbarrier_wait(bars.kv_empty, (count & 1) ^ 1)
@@ -209,8 +212,8 @@ class ProducerStreamed:
             cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, c.rows_kv * c.grad_dims[0] * 2)
 
     def _load_chunk(
-        self, operands: tuple, smem: StreamTargets, places: tuple, chunk: int, count: Int32,
-        position: int, bars: Any,
+        self, operands: tuple, smem: StreamTargets, places: tuple, position: int, count: Int32,
+        bars: Any,
     ) -> None:  # fmt: skip
         """Load a chunk of two operands into the ring, once its stage is empty.
 
@@ -218,9 +221,8 @@ class ProducerStreamed:
             operands: (K, Q) or (V, dO).
             smem: targets in shared memory.
             places: (tile of rows, head, batch element) of each.
-            chunk: index of the columns.
+            position: index among the chunks of the q block, those of S before those of dP.
             count: index of the q block in the CTA.
-            position: index among the chunks of the q block.
             bars: mbarriers.
         """
         c, stage = self.config, position % CHUNK_STAGES
@@ -230,12 +232,20 @@ class ProducerStreamed:
             size = (c.rows_kv + c.block_q) * CHUNK * 2
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
         for operand, target, place in zip(operands, (smem.kv, smem.q), places, strict=True):
-            operand.load(target, stage, place, chunk * CHUNK, full)
+            operand.load(target, stage, place, position % c.chunks * CHUNK, full)
 
     def _load_part(
         self, operand: Stream, target: cute.Tensor, place: tuple, column: Int32, full: Any
     ) -> None:
-        """Load a part of the columns, which arrives at `full`."""
+        """Load a part of the columns, which arrives at `full`.
+
+        Args:
+            operand: K, Q or dO.
+            target: shared memory.
+            place: (tile of rows, head, batch element).
+            column: first column.
+            full: mbarrier.
+        """
         for i in range(self.config.grad_dims[0] // CHUNK):
             operand.load(target, i, place, column + i * CHUNK, full)
 
@@ -243,9 +253,13 @@ class ProducerStreamed:
         self, operand: Stream, target: cute.Tensor, place: tuple, column: Int32, count: Int32,
         bars: Any, name: str,
     ) -> None:  # fmt: skip
-        """Load a part of Q or dO for a q block, once the MMAs have read that of the block before.
+        """Load a part of Q or dO for a q block, once the MMAs have read that of the last block.
 
-        `name` is "q_part" or "do_part", the beginning of its barriers' names.
+        Args:
+            operand, target, place, column: see `_load_part`.
+            count: index of the q block in the CTA.
+            bars: mbarriers.
+            name: "q_part" or "do_part", with which the names of its barriers begin.
         """
         c = self.config
         full, empty = getattr(bars, f"{name}_full"), getattr(bars, f"{name}_empty")

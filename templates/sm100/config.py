@@ -41,8 +41,8 @@ class ForwardConfig:
         head_dim_v: columns of the value that a work tile computes, padded to a multiple of 32, at
             most 256.
         value_parts: number of work tiles that share a query tile, each with `head_dim_v` columns of
-            the value, 1 or 2. For values wider than 256 columns, of which tensor memory holds no
-            output.
+            the value: 1, or 2 for values wider than 256 columns, because tensor memory has no room
+            for their output.
         block_kv: kv columns of a block, 64 or 128.
         q_tiles: query tiles of 128 rows per CTA, 1 or 2. Two tiles are processed in ping-pong; they
             share the loads of K and V, and all blocks of the work list. With one tile, Q K of a
@@ -94,8 +94,16 @@ class ForwardConfig:
             size = getattr(self, name)
             if size % 32 or not 32 <= size <= most:
                 problems.append(f"{name}={size}: expected a multiple of 32, at most {most}")
+        if self.head_dim % (32 * self.k_parts) and not problems:
+            problems.append(
+                f"head_dim={self.head_dim}: above 256 expected a multiple of {32 * self.k_parts}"
+            )
         if self.value_parts not in (1, 2):
             problems.append(f"value_parts={self.value_parts}: expected 1 or 2")
+        if self.value_parts > 1 and self.work != "counter":
+            problems.append(
+                f"value_parts={self.value_parts} with work={self.work!r}: expected 'counter'"
+            )
         if self.block_kv not in (64, 128):
             problems.append(f"block_kv={self.block_kv}: expected 64 or 128")
         if self.q_tiles not in (1, 2):
@@ -172,7 +180,7 @@ class ForwardConfig:
     def v_late(self) -> bool:
         """Return whether V of a block follows K of the next block in the ring.
 
-        This is the order of the MMAs with one query tile. It needs no more stages if K has parts.
+        The MMAs of one query tile read them in this order, so that two stages suffice.
         """
         return self.k_parts > 1
 

@@ -126,8 +126,7 @@ class Forward:
         """Launch the kernel; the arguments are those of Hopper's `Forward`.
 
         Args:
-            ctas: number of CTAs, or of CTA pairs, that share the work of a part of the value columns;
-                unused with work="clc".
+            ctas: number of CTAs, or of CTA pairs, for each value part; unused with work="clc".
         """
         c, dtype = self.config, self.dtype
         query, key, out = (ordered(t, (2, 3, 1, 0)) for t in (query, key, out))

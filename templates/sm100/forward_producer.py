@@ -158,7 +158,8 @@ class Producer:
                         number = kv_block
                         if const_expr(kind == 1 and self.hooks.lists_override_mask):
                             number = ~kv_block
-                        # in the order of use: Q and K for the first S, Q of the other tile, V
+                        # in the order of use: Q and K for the first S, Q of the other tile, V (with
+                        # `v_late`, after K of the next block)
                         if first != 0:
                             self._load_q(q, 0, tile_idx, q_block, head, batch, bars)
                         cute.arch.mbarrier_wait(bars.kv_empty + position.stage, position.lap ^ 1)

@@ -138,8 +138,8 @@ def test_a_kernel_for_blackwell(arch: str, capsys: pytest.CaptureFixture[str]) -
         ("--arch sm_12", "--arch sm_12: sm_12 is not an architecture with a kernel; there are"),
         ("--arch sm_120a", "--arch sm_120a: sm_120a has neither tensor memory nor tcgen05"),
         (
-            "--arch sm_100a --head-dim 264",
-            "the Blackwell kernel takes head dims up to 256, got 264",
+            "--arch sm_100a --head-dim 584",
+            "the Blackwell kernel takes head dims up to 576 with values up to 512, got 584",
         ),
         (
             "--dtype float64",

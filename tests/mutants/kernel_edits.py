@@ -55,6 +55,7 @@ NEAREST = {
     "templates/sm90": ("test_sm90_forward.py",),
     "templates/sm100/backward": ("test_sm100_backward.py",),
     "templates/sm100/backward_2cta": ("test_sm100_backward_2cta.py",),
+    "templates/sm100/backward_streamed": ("test_sm100_wide_heads.py",),
     "templates/sm100/backward_lse_in_mma": ("test_sm100_backward_lse_in_mma.py",),
     "templates/sm100/exp2.py": ("test_sm100_exp2.py",),
     "templates/sm100": ("test_sm100_forward.py",),

@@ -90,7 +90,13 @@ def check(call: Callable[[Tensor], Tensor], block: Block, runs: list[str], count
         torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("saving", "backend"), crossed(SAVING, [None, "aot_eager", "inductor"]))
+@pytest.mark.parametrize(
+    ("saving", "backend"),
+    [
+        *crossed(SAVING, [None, "aot_eager"]),
+        *(pytest.param(saving, "inductor", marks=pytest.mark.exhaustive) for saving in SAVING),
+    ],
+)
 def test_a_policy_that_saves_attention(saving: Any, backend: str | None, runs: list[str]) -> None:
     block = Block()
     contexts = functools.partial(create_selective_checkpoint_contexts, saving)

@@ -175,7 +175,7 @@ def test_the_blackwell_backward_draws_the_published_bits(
             ((128, 128), 140, BY_ELEMENT, None, 0.5),
             ((256, 256), 140, BY_ELEMENT, softcap, 0.5),
         ],
-        6,
+        7,
     ),
 )
 def test_blackwell(head_dims: tuple[int, int], rows: int, mask: Any, mod: Any, p: float) -> None:

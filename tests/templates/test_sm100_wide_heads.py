@@ -32,7 +32,7 @@ def forward(
     q_len: int, kv_len: int, dims: tuple[int, int], mask: Any, mod: Any = None, mode: str = "check"
 ) -> list[str]:
     """Compare output and LSE with float64; return the names of the kernels that ran."""
-    inputs, _ = draw(q_len, kv_len, dims=dims)
+    inputs, _ = draw(q_len, kv_len, dims=dims, heads=(1, 1))
     results: list[tuple[Tensor, Tensor]] = []
     for backend, dtype in ((BACKEND, torch.bfloat16), ("eager", torch.float64),
                            ("eager", torch.bfloat16)):  # fmt: skip
@@ -67,7 +67,7 @@ def forward(
 )
 def test_forward(dims: tuple[int, int], mask: Any, mod: Any) -> None:
     """Several work tiles for each CTA, laps of all rings, and ragged ends."""
-    assert forward(300, 310, dims, mask, mod) == ["forward"]
+    assert forward(200, 310, dims, mask, mod) == ["forward"]
 
 
 def test_parts_of_split_rows_have_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_gradients_of_captured_tensors_count_once(name: str) -> None:
     check(draw(200, dims=(264, 320)), mod, CAUSAL, captured(), backend=BACKEND)
 
 
-@pytest.mark.parametrize("name", first_of([(None,), ("row",)]))
+@pytest.mark.parametrize("name", first_of([("row",), (None,)]))
 def test_deterministic_bits_do_not_depend_on_workers_or_order(name: str | None) -> None:
     first = ordered(BACKEND, "eager", 2, (384, 384), name=name)
     second = ordered(BACKEND, "adversarial", 3, (384, 384), name=name)
