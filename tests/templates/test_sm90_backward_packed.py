@@ -114,7 +114,7 @@ CASES: list[tuple[Any, ...]] = [  # mask, mod, head dims, heads, batch, dtype
 ]
 
 
-@pytest.mark.parametrize("case", sampled([(c,) for c in CASES], 3))
+@pytest.mark.parametrize("case", sampled([(c,) for c in CASES], 4))
 def test_packed_heads(case: tuple[Any, ...]) -> None:
     mask, mod, dims, heads, batch, dtype = case
     drawn = draw(410, dims=dims, heads=heads, batch=(batch, batch), dtype=dtype)

@@ -65,7 +65,7 @@ def test_heads_of_one_q_block(works: list[BackwardWork]) -> None:
     assert works[-1].starts is not None
 
 
-@pytest.mark.parametrize("dims", sampled([((40, 56),), ((96, 72),), ((128, 40),)], 2))
+@pytest.mark.parametrize("dims", sampled([((40, 56),), ((96, 72),), ((128, 40),)], 3))
 def test_packed_heads_and_ragged_ends(works: list[BackwardWork], dims: tuple[int, int]) -> None:
     check(draw(333, dims=dims, heads=(4, 2), batch=(2, 2)), mask=WINDOW, mode="adversarial")
     assert works[-1].starts is not None

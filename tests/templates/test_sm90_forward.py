@@ -276,7 +276,7 @@ LONG_MOD_MASKS: dict[str, Callable[[int, int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dims"), sampled([(n, d) for n in LONG_MOD_MASKS for d in ((64, 64), (256, 256))], 3)
+    ("name", "dims"), sampled([(n, d) for n in LONG_MOD_MASKS for d in ((64, 64), (256, 256))], 5)
 )
 def test_a_mod_of_many_instructions(name: str, dims: tuple[int, int]) -> None:
     """Blocks with and without a mask share one loop; the mod loads from a tensor of its length."""

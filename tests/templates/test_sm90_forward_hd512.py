@@ -50,7 +50,7 @@ def test_lengths(lengths: tuple[int, int], dims: tuple[int, int]) -> None:
     check(draw(*lengths, dims=dims, heads=(3, 1)))
 
 
-@pytest.mark.parametrize("name", sampled([(n,) for n in MASKS], 7))
+@pytest.mark.parametrize("name", sampled([(n,) for n in MASKS], 9))
 def test_masks(name: str) -> None:
     batch = (2, 2) if name == "by head and batch" else (1, 1)
     check(draw(300, 310, batch=batch, dims=WIDE), None, MASKS[name]())
@@ -59,7 +59,7 @@ def test_masks(name: str) -> None:
 MODDED = [(n, d) for n in ("alibi", "softcap", "relative bias", "all parts") for d in (WIDE, MLA)]
 
 
-@pytest.mark.parametrize(("name", "dims"), sampled(MODDED, 5))
+@pytest.mark.parametrize(("name", "dims"), sampled(MODDED, 8))
 def test_mods(name: str, dims: tuple[int, int]) -> None:
     check(draw(140, 200, dims=dims), MODS[name](), masks.causal())
 
