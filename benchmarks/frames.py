@@ -27,7 +27,7 @@ from emulate import DIRECTIONS, library, variant_and_zeros
 
 from attnkit.jit import emulation, kernel
 from attnkit.schedule.kernel_table import Kernel, kernels
-from attnkit.splice import sm100, sm100_pairs
+from attnkit.splice import sm100, sm100_backward, sm100_pairs
 
 LENGTH = 600
 SECONDS = 5.0
@@ -116,7 +116,7 @@ def jobs(options: argparse.Namespace) -> Iterator[Job]:
                 variants = [name, f"{name} + causal"][options.ctas == "one" :] if modded else [name]
                 for variant, block in product(variants, tiles):
                     yield Job(variant, *rest, "forward", options.deterministic, block)
-            if "backward" in options.direction and dims[0] <= 192 and dims[1] <= 128:
+            if "backward" in options.direction and sm100_backward.widths(dims):
                 yield Job(name, *rest, "backward", options.deterministic, None)
 
 
