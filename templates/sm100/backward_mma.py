@@ -195,23 +195,13 @@ class Mma:
     ) -> None:
         """Issue dV += P^T dO, or dV = P^T dO if `accumulate` is 0, for a part of its columns."""
         c, at = self.config, per_block(operands, count)
-        width = c.grad_dims[1]
-        form = device.instruction_descriptor(c.rows_kv, width, self.dtype, b_rows=True)
         do = at.do + do_stage(c, count) * (c.block_q * c.head_dim_v * 2)
-        do = device.column_part(do, c.block_q, part, width)
+        do = device.column_part(do, c.block_q, part, c.grad_dims[1])
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         fence_after()
-        with cute.arch.elect_one():
-            for step in range(c.block_q // device.STEP):
-                device.issue_mma(
-                    at.tmem + c.dv_column,
-                    at.tmem + c.s_column + packed_column(c, step),  # P^T overwrites S^T
-                    device.mn_major(do, c.block_q, step),
-                    form,
-                    accumulate if step == 0 else True,
-                    a_in_tmem=True,
-                )
-            device.commit(bars.do_empty + do_stage(c, count))
+        p = at.tmem + c.s_column  # P^T overwrites S^T
+        released = (bars.do_empty + do_stage(c, count),)
+        self.issue_gradient((at.tmem + c.dv_column, p, do), c.grad_dims[1], accumulate, released)
 
     def issue_dq(
         self, operands: Operands, count: Int32, bars: BackwardBarriers, column_part: Any
@@ -260,26 +250,44 @@ class Mma:
         Call it after `issue_dq`, which waits for dS.
         """
         c, at = self.config, per_block(operands, count)
-        width = c.grad_dims[0]
-        form = device.instruction_descriptor(c.rows_kv, width, self.dtype, b_rows=True)
         q = at.q + q_stage(c, count) * (c.block_q * c.head_dim * 2)
-        q = device.column_part(q, c.block_q, part, width)
+        q = device.column_part(q, c.block_q, part, c.grad_dims[0])
+        ds = at.tmem + c.dp_column if c.ds_in_tensor else at.ds
+        places, released = (at.tmem + c.dk_column, ds, q), (bars.block_empty + q_stage(c, count),)
+        self.issue_gradient(places, c.grad_dims[0], accumulate, released, c.ds_in_tensor)
+
+    def issue_gradient(
+        self,
+        places: tuple[Int32, Int32, Int32],
+        width: int,
+        accumulate: Int32,
+        released: tuple[cute.Pointer, ...],
+        a_in_tmem: bool = True,
+    ) -> None:
+        """Issue the MMA of dV or dK: P^T or dS^T times columns of dO or Q.
+
+        Args:
+            places: tensor-memory address of the result, address of P^T or dS^T, and shared address
+                of the columns of dO or Q.
+            width: number of columns.
+            accumulate: 0 to overwrite the result.
+            released: barriers to commit to.
+            a_in_tmem: whether P^T or dS^T is in tensor memory, or else in shared memory.
+        """
+        c, (out, a, b) = self.config, places
+        form = device.instruction_descriptor(c.rows_kv, width, self.dtype, b_rows=True)
         with cute.arch.elect_one():
             for step in range(c.block_q // device.STEP):
-                a = (
-                    device.k_major(at.ds, c.rows_kv, step)
-                    if not c.ds_in_tensor
-                    else at.tmem + c.dp_column + packed_column(c, step)
-                )
                 device.issue_mma(
-                    at.tmem + c.dk_column,
-                    a,
-                    device.mn_major(q, c.block_q, step),
+                    out,
+                    a + packed_column(c, step) if a_in_tmem else device.k_major(a, c.rows_kv, step),
+                    device.mn_major(b, c.block_q, step),
                     form,
                     accumulate if step == 0 else True,
-                    a_in_tmem=c.ds_in_tensor,
+                    a_in_tmem=a_in_tmem,
                 )
-            device.commit(bars.block_empty + q_stage(c, count))
+            for barrier in released:
+                device.commit(barrier)
 
 
 def per_block(operands: Any, count: Int32) -> Any:

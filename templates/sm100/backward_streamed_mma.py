@@ -13,7 +13,7 @@ from cutlass import Int32, cute
 
 from attnkit.templates.sm100 import backward_device as device
 from attnkit.templates.sm100.backward_config import CHUNK, CHUNK_STAGES
-from attnkit.templates.sm100.backward_mma import Mma, packed_column, per_block
+from attnkit.templates.sm100.backward_mma import Mma, per_block
 from attnkit.templates.sm100.backward_shared import chunk_phase, q_stage
 from attnkit.templates.sm100.device import fence_after
 
@@ -105,9 +105,9 @@ class MmaStreamed(Mma):
         cute.arch.mbarrier_wait(bars.p_full, count & 1)
         cute.arch.mbarrier_wait(bars.do_part_full, count & 1)
         p = at.tmem + c.s_column  # P^T overwrites S^T
-        self._issue_gradient(
-            (at.tmem + c.dv_column, p, at.do_part), accumulate, (bars.do_part_empty,)
-        )
+        fence_after()
+        places = at.tmem + c.dv_column, p, at.do_part
+        self.issue_gradient(places, c.grad_dims[1], accumulate, (bars.do_part_empty,))
 
     def issue_dk(
         self, operands: Any, count: Int32, bars: Any, accumulate: Int32, part: Any
@@ -120,34 +120,9 @@ class MmaStreamed(Mma):
         cute.arch.mbarrier_wait(bars.q_part_full, count & 1)
         ds = at.tmem + c.dp_column  # dS^T overwrites dP^T
         released = bars.q_part_empty, bars.block_empty + q_stage(c, count)
-        self._issue_gradient((at.tmem + c.dk_column, ds, at.q_part), accumulate, released)
-
-    def _issue_gradient(
-        self, places: tuple[Int32, Int32, Int32], accumulate: Int32, released: tuple[Any, ...]
-    ) -> None:
-        """Issue the MMA of dV or dK: P^T or dS^T in tensor memory times a part of dO or Q.
-
-        Args:
-            places: tensor-memory addresses of the result and of P^T or dS^T, and the shared address
-                of the columns of dO or Q.
-            accumulate: 0 to overwrite the result.
-            released: barriers to commit to.
-        """
-        c, (out, a, b) = self.config, places
-        form = device.instruction_descriptor(c.rows_kv, c.grad_dims[0], self.dtype, b_rows=True)
         fence_after()
-        with cute.arch.elect_one():
-            for step in range(c.block_q // device.STEP):
-                device.issue_mma(
-                    out,
-                    a + packed_column(c, step),
-                    device.mn_major(b, c.block_q, step),
-                    form,
-                    accumulate if step == 0 else True,
-                    a_in_tmem=True,
-                )
-            for barrier in released:
-                device.commit(barrier)
+        places = at.tmem + c.dk_column, ds, at.q_part
+        self.issue_gradient(places, c.grad_dims[0], accumulate, released)
 
     def issue_dq(self, operands: Any, count: Int32, bars: Any, column_part: Any) -> None:
         """Issue dQ = dS K for a part of its columns."""
