@@ -354,10 +354,12 @@ class Forward:
         if wg == 0:
             pingpong_pass(0)  # warpgroup 0 begins
         # kv_pos: position in the K and V rings; tile_idx: index of the CTA's work tile;
-        # kv_block: the kv block of S
-        kv_pos, tile_idx, kv_block = Int32(0), Int32(0), Int32(0)
+        # kv_block: the kv block of S; k_ready: whether `test_k` has found K at kv_pos full; work:
+        # the work tile, read while the last MMAs of the previous one run
+        kv_pos, tile_idx, kv_block, k_ready = Int32(0), Int32(0), Int32(0), Boolean(False)
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
+        work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
         if const_expr(c.chained):
             # Q K of the first work tile's first block; `issue_next_tile` issues it for later tiles
             if valid != 0:
@@ -371,11 +373,6 @@ class Forward:
                 device.arrive(bars.k.empty)
         while valid != 0:
             q_stage = bars.q.stage(tile_idx)
-            record = record_of(tile_idx)
-            work = Work.read(smem.info, record)
-            # made warp-uniform, so that the compiler sees that the MMAs below do not diverge
-            num_masked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_MASKED])
-            num_unmasked = cute.arch.make_warp_uniform(smem.info[record + WorkTile.NUM_UNMASKED])
             site, place = self._place(work, thread, captured, scalars)
             if const_expr(c.pair_table):
                 site = in_shared_memory(self.hooks, site, tables, wg)
@@ -392,20 +389,22 @@ class Forward:
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
             drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
+            k_ready = self.test_k(kv_pos, bars)
 
             # masked blocks first; the loop over the other blocks has no mask instructions
             if const_expr(self.scores.one_loop):
                 for j in cutlass.range(1, num_masked + num_unmasked, unroll=1):
-                    self.mainloop_step(j < num_masked, kv_pos, q_tile, tile, consumer)
+                    masked = j < num_masked
+                    k_ready = self.mainloop_step(masked, k_ready, kv_pos, q_tile, tile, consumer)
                     kv_pos += 1
             else:
                 if const_expr(not c.edge_only):  # else the first block is the only masked one
                     for _ in cutlass.range(1, num_masked, unroll=1):
-                        self.mainloop_step(True, kv_pos, q_tile, tile, consumer)
+                        k_ready = self.mainloop_step(True, k_ready, kv_pos, q_tile, tile, consumer)
                         kv_pos += 1
                 first_is_unmasked = cutlass.select_(num_masked == 0, Int32(1), Int32(0))
                 for _ in cutlass.range(num_unmasked - first_is_unmasked, unroll=1):
-                    self.mainloop_step(False, kv_pos, q_tile, tile, consumer)
+                    k_ready = self.mainloop_step(False, k_ready, kv_pos, q_tile, tile, consumer)
                     kv_pos += 1
 
             if const_expr(c.chained):
@@ -414,7 +413,7 @@ class Forward:
             v_stage = bars.v.stage(kv_pos - 1)
             if const_expr(c.chained):
                 valid, kv_block, stage = self.issue_next_tile(
-                    tile_idx, kv_pos, consumer, captured, scalars
+                    tile_idx, k_ready, kv_pos, consumer, captured, scalars
                 )
             cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
             if const_expr(not c.chained):
@@ -433,6 +432,10 @@ class Forward:
                 self.scores.factor(tile), lse_terms, sink, state, results, place
             )
             self.softmax.scale_survivors(captured, state)
+            if const_expr(c.chained):
+                # both overlap with the MMAs in flight too
+                work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
+                self.epilogue.await_previous_store(wg)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
                 device.arrive(bars.k.empty + stage)
@@ -442,10 +445,42 @@ class Forward:
             if const_expr(not c.chained):
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
+                work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
         if const_expr(not c.store_from_registers):
             # the CTA must not exit before its last TMA store is complete
             if warp % WARPGROUP_WARPS == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def read_record(self, tile_idx: Int32, smem: SharedMemory) -> tuple[Work, Int32, Int32]:
+        """Return a work tile, and its numbers of blocks with and without the mask.
+
+        They are 0 after the last work tile.
+        """
+        info, record = smem.info, record_of(tile_idx)
+        # made warp-uniform, so that the compiler sees that the MMAs do not diverge
+        num_masked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_MASKED])
+        num_unmasked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_UNMASKED])
+        return Work.read(info, record), num_masked, num_unmasked
+
+    def test_k(self, kv_pos: Int32, bars: ForwardBarriers) -> Boolean:
+        """Return whether K at a position is full, without a wait.
+
+        The test of the next block comes before the last wait of a step, which hides its latency.
+        Kernels whose work tiles are not chained have no register for the result.
+        """
+        if not self.config.chained:
+            return Boolean(False)
+        full = bars.k.full + bars.k.stage(kv_pos)
+        return cute.arch.mbarrier_test_wait(full, bars.k.phase(kv_pos))
+
+    @cute.jit
+    def wait_k(self, ready: Boolean, kv_pos: Int32, bars: ForwardBarriers):
+        """Wait until K at a position is full, unless `test_k` has found that it is."""
+        if const_expr(self.config.chained):
+            if not ready:
+                bars.k.wait_full(kv_pos)
+        else:
+            bars.k.wait_full(kv_pos)
 
     def first_scores(self, kv_pos: Int32, q_tile: Int32, consumer: Consumer) -> Int32:
         """Compute S of a work tile's first block, for configs whose work tiles are not chained.
@@ -469,6 +504,7 @@ class Forward:
     def issue_next_tile(
         self,
         tile_idx: Int32,
+        k_ready: Boolean,
         kv_pos: Int32,
         consumer: Consumer,
         captured: list,
@@ -487,7 +523,8 @@ class Forward:
         bars.q.wait_full(tile_idx)
         valid = cute.arch.make_warp_uniform(info[record_of(tile_idx) + WorkTile.VALID])
         again = cutlass.select_(valid == 0, Int32(1), Int32(0))
-        stage = bars.k.wait_full(kv_pos - again)
+        self.wait_k(k_ready, kv_pos - again, bars)
+        stage = bars.k.stage(kv_pos - again)
         kv_block = info[stage]
         if const_expr(c.slope_in_mma):  # the next work tile may belong to another head
             self.write_slope(tile_idx - again, consumer, captured, scalars)
@@ -509,25 +546,30 @@ class Forward:
     def mainloop_step(
         self,
         masked: bool | Boolean,
+        k_ready: Boolean,
         kv_pos: Int32,
         q_tile: Int32,
         tile: TileValues,
         consumer: Consumer,
-    ) -> None:
+    ) -> Boolean:
         """Issue Q K of a kv block and P V of the previous one, then compute the block's softmax.
 
         Args:
             masked: whether the block needs the mask; known at run time only with `one_loop`.
+            k_ready: result of `test_k` for the block.
             kv_pos: position of the block in the rings.
             q_tile: index of the 64 rows of Q in shared memory.
             tile: values of the work tile.
             consumer: state of the thread.
+
+        Returns:
+            The result of `test_k` for the next block.
         """
         scores, softmax = self.scores, self.softmax
         mma, state, bars = consumer.mma, consumer.state, consumer.bars
         warpgroup_idx, count = consumer.thread.warpgroup, cute.size(mma.acc_s)
         k_stage, v_stage = bars.k.stage(kv_pos), bars.v.stage(kv_pos - 1)
-        cute.arch.mbarrier_wait(bars.k.full + k_stage, bars.k.phase(kv_pos))
+        self.wait_k(k_ready, kv_pos, bars)
         kv_block = consumer.smem.info[k_stage]
         if scores.one_loop:  # loads of the mod must stay inside their tensors in any block
             bits, clamps, mask = None, True, (masked, kv_block)
@@ -556,6 +598,8 @@ class Forward:
             words = scores.dropout_words(tile, block.start)
         if self.config.exp_before_wait:
             keep_exponentials_here(state)
+        # opaque, because the compiler would count the next position too, in another register
+        next_ready = self.test_k(device.recomputed(kv_pos, kv_pos) + 1, bars)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
         device.arrive(bars.v.empty + v_stage)
         if self.config.double_buffer_p:
@@ -566,6 +610,7 @@ class Forward:
                 words = scores.dropout_words(tile, block.start)
         drop_forward(words, mma.p_now)
         softmax.rescale(mma.acc_o, state.scale)
+        return next_ready
 
     def _place(
         self, work: Work, thread: ConsumerThread, captured: list, scalars: Scalars

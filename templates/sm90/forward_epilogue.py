@@ -199,7 +199,7 @@ class Epilogue:
         elif const_expr(self.config.store_from_registers):
             self.store_from_registers(mma.acc_o, output.rounded, results.out, place)
         else:
-            self.copy_to_smem(mma.acc_o, output, warpgroup, warp)
+            self.copy_to_smem(mma.acc_o, output, warpgroup)
             if warp % WARPGROUP_WARPS == 0:
                 q_rows = work.q_block * self.config.warpgroups + warpgroup
                 target = output.tma_to[None, q_rows, work.head, work.batch]
@@ -225,15 +225,17 @@ class Epilogue:
         for i in range(cute.size(pairs)):
             pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
 
-    @cute.jit
-    def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32, warp: Int32):
+    def await_previous_store(self, warpgroup: Int32) -> None:
+        """Wait until the TMA store of the previous work tile has read shared memory.
+
+        Only the warp that issued the store waits for it. The barrier then releases the other warps.
+        """
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        epilogue_sync(warpgroup)
+
+    def copy_to_smem(self, acc_o: cute.Tensor, output: OutputTile, warpgroup: Int32) -> None:
         """Round a warpgroup's output and copy it to shared memory, for a TMA store."""
         self.pack(acc_o, output.rounded)
-        # The warp that issued the previous TMA store waits until the store has read shared memory.
-        # The barrier then releases the other warps.
-        if warp % WARPGROUP_WARPS == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        epilogue_sync(warpgroup)
         cute.copy(output.copy, output.source, output.target[None, None, None, warpgroup])
         # stmatrix writes by the generic proxy and TMA reads by the async proxy. Each thread fences
         # its own writes before the barrier, after which one warp issues the TMA store.
