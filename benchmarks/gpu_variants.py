@@ -18,7 +18,13 @@ Mod = Callable[..., Tensor]
 
 BLOCK = 128  # of the random blocks
 # Number of keys that a query attends to, by mask.
-WINDOWS = {"window": 1024, "window_512": 512, "window_128": 128, "window_4096": 4096}
+WINDOWS = {
+    "window": 1024,
+    "window_512": 512,
+    "window_256": 256,
+    "window_128": 128,
+    "window_4096": 4096,
+}
 PREFIX = 1024
 SOFTCAPS = {"softcap": 20.0, "softcap_50": 50.0}  # limit on the scores, by score
 
