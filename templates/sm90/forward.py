@@ -354,13 +354,13 @@ class Forward:
         if wg == 0:
             pingpong_pass(0)  # warpgroup 0 begins
         # kv_pos: position in the K and V rings; tile_idx: index of the CTA's work tile;
-        # kv_block: the kv block of S; k_ready: whether `test_k` has found K at kv_pos full; work:
-        # the work tile, read while the last MMAs of the previous one run
+        # kv_block: the kv block of S; k_ready: whether `test_k` has found K at kv_pos full;
+        # next_tile: the next work tile, read while the last MMAs of the previous one run
         kv_pos, tile_idx, kv_block, k_ready = Int32(0), Int32(0), Int32(0), Boolean(False)
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
-        work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
         if const_expr(c.chained):
+            next_tile = self.read_record(tile_idx, smem)
             # Q K of the first work tile's first block; `issue_next_tile` issues it for later tiles
             if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
@@ -373,6 +373,10 @@ class Forward:
                 device.arrive(bars.k.empty)
         while valid != 0:
             q_stage = bars.q.stage(tile_idx)
+            if const_expr(c.chained):
+                work, num_masked, num_unmasked = next_tile
+            else:
+                work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
             site, place = self._place(work, thread, captured, scalars)
             if const_expr(c.pair_table):
                 site = in_shared_memory(self.hooks, site, tables, wg)
@@ -434,7 +438,7 @@ class Forward:
             self.softmax.scale_survivors(captured, state)
             if const_expr(c.chained):
                 # both overlap with the MMAs in flight too
-                work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
+                next_tile = self.read_record(tile_idx, smem)
                 self.epilogue.await_previous_store(wg)
             warpgroup.wait_group(0)
             if const_expr(c.chained):
@@ -445,7 +449,6 @@ class Forward:
             if const_expr(not c.chained):
                 bars.q.wait_full(tile_idx)
                 valid = cute.arch.make_warp_uniform(smem.info[record_of(tile_idx) + WorkTile.VALID])
-                work, num_masked, num_unmasked = self.read_record(tile_idx, smem)
         if const_expr(not c.store_from_registers):
             # the CTA must not exit before its last TMA store is complete
             if warp % WARPGROUP_WARPS == 0:
@@ -454,22 +457,26 @@ class Forward:
     def read_record(self, tile_idx: Int32, smem: SharedMemory) -> tuple[Work, Int32, Int32]:
         """Return a work tile, and its numbers of blocks with and without the mask.
 
-        They are 0 after the last work tile.
+        After the last work tile they mean nothing.
         """
         info, record = smem.info, record_of(tile_idx)
+        work = Work.read(info, record)
         # made warp-uniform, so that the compiler sees that the MMAs do not diverge
         num_masked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_MASKED])
         num_unmasked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_UNMASKED])
-        return Work.read(info, record), num_masked, num_unmasked
+        return work, num_masked, num_unmasked
 
-    def test_k(self, kv_pos: Int32, bars: ForwardBarriers) -> Boolean:
-        """Return whether K at a position is full, without a wait.
+    def test_k(self, kv_pos: Int32, bars: ForwardBarriers, ahead: int = 0) -> Boolean:
+        """Return whether K at a position, or `ahead` of it, is full, without a wait.
 
         The test of the next block comes before the last wait of a step, which hides its latency.
         Kernels whose work tiles are not chained have no register for the result.
         """
         if not self.config.chained:
             return Boolean(False)
+        if ahead:
+            # opaque, because the compiler would count this position too, in another register
+            kv_pos = device.recomputed(kv_pos, kv_pos) + ahead
         full = bars.k.full + bars.k.stage(kv_pos)
         return cute.arch.mbarrier_test_wait(full, bars.k.phase(kv_pos))
 
@@ -598,8 +605,7 @@ class Forward:
             words = scores.dropout_words(tile, block.start)
         if self.config.exp_before_wait:
             keep_exponentials_here(state)
-        # opaque, because the compiler would count the next position too, in another register
-        next_ready = self.test_k(device.recomputed(kv_pos, kv_pos) + 1, bars)
+        next_ready = self.test_k(kv_pos, bars, ahead=1)
         warpgroup.wait_group(0)  # O is complete, and P may be overwritten
         device.arrive(bars.v.empty + v_stage)
         if self.config.double_buffer_p:

@@ -39,7 +39,7 @@ class WorkTile(IntEnum):
     BATCH = 2
     NUM_MASKED = 3  # kv blocks that need the mask; they come first
     NUM_UNMASKED = 4
-    VALID = 5  # 0 after the last work tile; the other words are then 0 too
+    VALID = 5  # 0 after the last work tile; the other words are then 0 or undefined
     SPLIT_SLOT = 6  # >= 0: part of a split row
     VALUE_PART = 7  # part of the value columns, only for head dims above 256
 
@@ -267,11 +267,11 @@ class Producer:
             batch = next_tile[WorkItem.BATCH]
         # no work tiles are left, so the next kernel may use the SMs that become free
         cute.arch.griddepcontrol_launch_dependents()
-        # A record with VALID = 0 ends the consumers' loop. They read its other words before that.
+        # A record with VALID = 0 ends the consumers' loop. Chained ones read the other words before.
         stage = bars.q.stage(tile_idx)
         self._wait_q_empty(tile_idx, k_pos, bars)
         with cute.arch.elect_one():
-            for word in cutlass.range_constexpr(RECORD_WORDS):
+            for word in WorkTile if c.chained else (WorkTile.VALID,):
                 smem.info[record_of(tile_idx) + word] = Int32(0)
             cute.arch.mbarrier_arrive(bars.q.full + stage)
         if pending >= 0:
