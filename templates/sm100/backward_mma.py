@@ -264,7 +264,7 @@ class Mma:
         released: tuple[cute.Pointer, ...],
         a_in_tmem: bool = True,
     ) -> None:
-        """Issue the MMA of dV or dK: P^T or dS^T times columns of dO or Q.
+        """Issue dV += P^T dO, or dK += dS^T Q, for some of their columns.
 
         Args:
             places: tensor-memory address of the result, address of P^T or dS^T, and shared address

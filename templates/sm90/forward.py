@@ -455,9 +455,11 @@ class Forward:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def read_record(self, tile_idx: Int32, smem: SharedMemory) -> tuple[Work, Int32, Int32]:
-        """Return a work tile, and its numbers of blocks with and without the mask.
+        """Read a work tile and its block counts from the record that the producer wrote.
 
-        After the last work tile they mean nothing.
+        Returns:
+            The work tile, and how many of its kv blocks need the mask and how many do not. They
+            mean nothing after the last work tile.
         """
         info, record = smem.info, record_of(tile_idx)
         work = Work.read(info, record)
@@ -467,10 +469,15 @@ class Forward:
         return work, num_masked, num_unmasked
 
     def test_k(self, kv_pos: Int32, bars: ForwardBarriers, ahead: int = 0) -> Boolean:
-        """Return whether K at a position, or `ahead` of it, is full, without a wait.
+        """Test whether a K block has arrived in shared memory, and return at once.
 
         The test of the next block comes before the last wait of a step, which hides its latency.
-        Kernels whose work tiles are not chained have no register for the result.
+        Without chained work tiles the result is False, so that `wait_k` waits.
+
+        Args:
+            kv_pos: position in the K ring.
+            bars: the mbarriers.
+            ahead: added to the position.
         """
         if not self.config.chained:
             return Boolean(False)
@@ -482,7 +489,10 @@ class Forward:
 
     @cute.jit
     def wait_k(self, ready: Boolean, kv_pos: Int32, bars: ForwardBarriers):
-        """Wait until K at a position is full, unless `test_k` has found that it is."""
+        """Wait until the K block at a position of the ring has arrived.
+
+        `ready` is the result of `test_k`; if it is set, there is no wait.
+        """
         if const_expr(self.config.chained):
             if not ready:
                 bars.k.wait_full(kv_pos)

@@ -226,9 +226,10 @@ class Epilogue:
             pairs[i] = device.pack(values[2 * i], values[2 * i + 1], self.dtype)
 
     def await_previous_store(self, warpgroup: Int32) -> None:
-        """Wait until the TMA store of the previous work tile has read shared memory.
+        """Wait until the output tile in shared memory may be overwritten.
 
-        Only the warp that issued the store waits for it. The barrier then releases the other warps.
+        The TMA store of the previous work tile has then read it. Only the warp that issued the
+        store waits for it. The barrier then releases the other warps.
         """
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         epilogue_sync(warpgroup)
