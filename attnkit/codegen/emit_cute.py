@@ -74,7 +74,7 @@ def emit(
             values[n] = _lift(n.type, n.attr)
         elif n.op == "load":
             wraps = indices.wraps(n)
-            index = args if wraps else [_wide(i, values) for i in n.args]
+            index = args if wraps else [_wide(i, values, env) for i in n.args]
             values[n] = _load(n, index, tensors, wraps, n in indices.clamp)
         else:
             values[n] = table[n.op](n, *args)
@@ -156,17 +156,18 @@ def clamped(n: Node, value: Value, size: Value) -> Value:
     return cutlass.max(cutlass.min(value, last), constant(Int32, 0))
 
 
-def _wide(n: Node, values: Mapping[Node, Value]) -> Value:
+def _wide(n: Node, values: Mapping[Node, Value], env: Mapping[str, Value]) -> Value:
     """Emit an index in 64 bits if it is a sum of arguments and constants; else return its value.
 
     With 64 bits the compiler can prove that addresses of neighbouring elements differ by constants.
-    It cannot prove this for a 32-bit sum, which might overflow.
+    It cannot prove this for a 32-bit sum, which might overflow. Arguments come from `env`, as `values`
+    may hold a sum without its arguments.
     """
     if not _is_sum(n):
         return values[n]
     if n.op in ("arg", "const"):
-        return Int64(values[n])
-    parts = [_wide(a, values) for a in n.args]
+        return Int64(_lift(n.type, env[str(n.attr)] if n.op == "arg" else n.attr))
+    parts = [_wide(a, values, env) for a in n.args]
     return -parts[0] if n.op == "neg" else _EXACT[n.op](n, *parts)
 
 
