@@ -26,6 +26,7 @@ class Kernel:
         ctas: CTAs that share the products of a query tile.
         value_parts: CTAs, on Blackwell work tiles, that each compute one part of the value columns of a
             query tile.
+        bias_first: see the `ForwardConfig` of the Hopper template.
     """
 
     block: tuple[int, int]
@@ -34,6 +35,7 @@ class Kernel:
     double_buffer_p: bool = True
     ctas: int = 1
     value_parts: int = 1
+    bias_first: bool = False
 
 
 Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]

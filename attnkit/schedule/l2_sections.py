@@ -25,8 +25,9 @@ _GAIN = 0.9  # smaller sections balance load worse, so they must save a tenth of
 
 
 def unit_of_rows(
-    batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device
-) -> Tensor:
+    batch: int, heads: int, owners: tuple[int, int], rows: int, device: torch.device,
+    batch_together: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the unit index of every work row; a unit is the heads that read the same tensors.
 
     The result is int64 [batch * heads * rows].
@@ -35,10 +36,12 @@ def unit_of_rows(
         batch, heads, rows: work rows are numbered in the order (b, h, row).
         owners: batch and heads of the tensors that are read: `batch` or 1, and a divisor of
             `heads`.
+        batch_together: whether a head's batch elements have neighbouring units.
     """
     b = torch.arange(batch, device=device)[:, None, None] * (owners[0] == batch)
     h = torch.arange(heads, device=device)[None, :, None] // (heads // owners[1])
-    return (b * owners[1] + h).expand(batch, heads, rows).reshape(-1)
+    unit = h * owners[0] + b if batch_together else b * owners[1] + h
+    return unit.expand(batch, heads, rows).reshape(-1)
 
 
 def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,8 @@ class Shape:
             and float32 dQ of a q tile in the backward.
         kv_heads: heads of key and value, a divisor of `heads`; 0 means `heads`.
         kv_batch: batch of key and value, `batch` or 1; 0 means `batch`.
+        batch_together: whether work tiles that differ in their batch element alone run together,
+            because they read the same elements of a captured tensor.
     """
 
     batch: int
@@ -71,6 +73,7 @@ class Shape:
     tile_bytes: int
     kv_heads: int = 0
     kv_batch: int = 0
+    batch_together: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch, self.heads, self.tile_bytes) < 1:
@@ -317,7 +320,8 @@ class _Work:
         """Return the section of every work row, int64; see `attnkit.schedule.l2_sections`."""
         full, partial, blocks, columns = self.lists
         batch, heads, units = self.shape.batch, self.shape.heads, self.owners[0] * self.owners[1]
-        unit = unit_of_rows(batch, heads, self.owners, blocks, self.runs.device)
+        together = self.shape.batch_together
+        unit = unit_of_rows(batch, heads, self.owners, blocks, self.runs.device, together)
         if self.order == "grid":
             return torch.zeros_like(unit)
         capacity = self.l2_bytes // self.shape.tile_bytes
@@ -329,18 +333,24 @@ class _Work:
         # a "falling" list ends unevenly with sections that are a bit too small for all workers
         if self.order != "longest":
             most = -(-units // -(-self.workers // (members * blocks)))
-        kinds = full, partial
+        kinds, size = (full, partial), self.owners[0]
+        if together and columns * size <= capacity:  # a section has all batch elements of a head
+            units, unit, columns = units // size, unit // size, columns * size
         return sections(kinds, units, unit, blocks, columns, capacity, least, most, large_end)
 
     def _head_ranks(self) -> Tensor:
         """Return the rank of each row's head: heads that share K and V are adjacent.
 
-        The result is int64 [work rows].
+        With `batch_together`, a head's batch elements are adjacent too. The result is int64 [work rows].
         """
         batch, heads = self.shape.batch, self.shape.heads
         shared = self.owners[0] == 1 < batch
         pair = torch.arange(batch * heads, device=self.runs.device).view(batch, self.owners[1], -1)
-        order = (pair.transpose(0, 1) if shared else pair).reshape(-1)
+        if self.shape.batch_together:
+            pair = pair.permute(1, 2, 0)
+        elif shared:
+            pair = pair.transpose(0, 1)
+        order = pair.reshape(-1)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(batch * heads, device=order.device)
         return rank.repeat_interleave(self.lists[2])

@@ -389,6 +389,19 @@ def test_four_sections_of_heads_fit_l2() -> None:
     assert [len(tiles) for tiles in found] == [32] * 12
 
 
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_batch_elements_run_together(kv_heads: int) -> None:
+    """Work tiles that differ in the batch element alone are neighbours in the list."""
+    shape = Shape(3, 4, 1 << 16, kv_heads=kv_heads, batch_together=True)
+    schedule = schedule_forward(
+        made("causal", 16), shape, workers=4, l2_bytes=128 << 16, split=False
+    )
+    tiles = schedule.table()[:, :3].tolist()
+    for first in range(0, len(tiles), 3):
+        assert [b for b, _, _ in tiles[first : first + 3]] == [0, 1, 2]
+        assert len({tuple(place) for _, *place in tiles[first : first + 3]}) == 1
+
+
 def section_counts(most_sections: int, large_end: bool) -> list[int]:
     """Return the number of units of each section: 24 units of 16 tiles, 128 of which fit L2."""
     runs = made("causal", 16)
