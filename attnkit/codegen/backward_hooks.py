@@ -58,6 +58,8 @@ class GraphBackward(GraphForward, LearnedIndices):
         one_hot: whether the kernel sums the gradient of the only learned load in an MMA with a
             one-hot matrix, so that it is not among the loads of the attributes. The load has
             `reads_pair`, and its gradient is that of the score.
+        bias_first: whether the kernel adds the bias before the score is complete, see the hook
+            `initial_scores`. The score_mod must be additive, and its only term a bias.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
@@ -97,6 +99,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         softmax: bool = True,
         facts: NumberFacts | None = None,
         one_hot: bool = False,
+        bias_first: bool = False,
     ) -> None:
         tables = frozenset[int]() if facts is None else facts.tables
         dscore = _GRAD if root is None else adjoint(root).dscore
@@ -131,6 +134,7 @@ class GraphBackward(GraphForward, LearnedIndices):
             lists_override_mask=lists_override_mask,
             positive=positive,
             indices=indices,
+            bias_first=bias_first,
         )
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.has_distance_term = form.distance is not None

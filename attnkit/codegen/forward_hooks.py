@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import cutlass
 from cutlass import Float32
 
+from attnkit.codegen.bias_loads import BiasLoads
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.instruction_cost import instructions
@@ -29,6 +30,7 @@ Columns: TypeAlias = Sequence[tuple[Any, Any, Values]]
 # Replaces factors nearer to zero where a slope is divided by the factor: scores times either factor
 # round to zero, and quotients of common slopes stay far from the end of float32.
 MIN_FACTOR = 2.0**-90
+MIN_BIAS_FACTOR = 2.0**-40  # the same for a bias, which may be larger than a slope
 
 
 class GraphForward:
@@ -48,6 +50,8 @@ class GraphForward:
         slope_in_mma: whether the kernel adds the part of the slope's term that differs from column
             to column, see the hook `column_slope`. The form must be `only_slope`, and the softmax
             scale above 0.
+        bias_first: whether the kernel adds the bias before the score is complete, see the hook
+            `initial_scores`. The form must be `full_bias`.
         indices: which loads wrap negative indices, and which are clamped.
     """
 
@@ -63,6 +67,7 @@ class GraphForward:
         dropout: bool = False,
         positive: bool = True,
         slope_in_mma: bool = False,
+        bias_first: bool = False,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
@@ -72,12 +77,14 @@ class GraphForward:
         self.has_dropout = dropout
         self.intervals = None if ends is None else len(ends)
         self._slope_in_mma = slope_in_mma
-        self.only_scales = slope_in_mma or (form.plain and positive)
+        self._bias_first = bias_first
+        self.only_scales = slope_in_mma or ((bias_first or form.plain) and positive)
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
         self._group_loads = BlockLoads(parts, indices, reads_by_group)
         self._column_group = min((column_group(n) for n in self._group_loads.loads), default=1)
+        self._bias_loads = BiasLoads(parts, indices)
         self._pair_load = pair_load(parts)
         self._pair_loads = BlockLoads(parts, indices, lambda n: n is self._pair_load)
         self._mask_stages = Stages([mask] if mask is not None and ends is None else [], indices)
@@ -128,14 +135,19 @@ class GraphForward:
         """Emit the values that depend on the head alone; called once per tile."""
         scores, masks = self._tensors(site)
         score_values = self._score.head(site, scores)
-        slope = factor = None
+        slope: Any = None
+        factor: Any = None
         memo = dict(zip(self._score.nodes_at(Level.HEAD), score_values, strict=True))
         env = {"b": site.b, "h": site.h, "scale": site.scale}
         options: dict[str, Any] = {"fast": True, "indices": self.indices, "memo": memo}
         if self.form.slope is not None:
             slope = emit([self.form.slope], env, scores, **options)[0]
-        if self.only_scales and self.form.factor is not None:
+        if (self.only_scales or self._bias_first) and self.form.factor is not None:
             factor = emit([self.form.factor], env, scores, **options)[0]
+        if self._bias_first:
+            # the bias is divided by it; scores times either factor round to zero beside a bias
+            small = cutlass.max(factor, -factor) < Float32(MIN_BIAS_FACTOR)
+            factor = cutlass.select_(small, Float32(MIN_BIAS_FACTOR), factor)
         if self._slope_in_mma:
             # x is in units of the raw score here, so that the slope is divided by the factor
             factor = cutlass.max(factor, Float32(MIN_FACTOR))
@@ -197,6 +209,40 @@ class GraphForward:
                 loads[group] = self._group_loads.values(site, scores, q, kv)
         return values, loads
 
+    def initial_scores(
+        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any],
+        known: Sequence[Mapping[Node, Any]] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Emit the bias of each element in `places`, divided by the factor of the scores.
+
+        Args:
+            site, head, rows, columns: see `templates.common.hooks`.
+            places: (row, column) of each element.
+            known: for each element, what `bias_row` returned; None to load it here.
+        """
+        scores, _ = self._tensors(site)
+        elements = [
+            _element(site, rows, columns, r, j, 0, known=None if known is None else known[i])
+            for i, (r, j) in enumerate(places)
+        ]
+        values = self._score.elements(site, scores, head[0], elements, {})
+        inverse = Float32(1.0) / head[3]
+        return [value[1] * inverse for value in values]  # the first is the factor
+
+    def bias_row(
+        self, site: Any, q: Any, kv: Any, offsets: Sequence[Any], paired: bool
+    ) -> list[Mapping[Node, Any]]:
+        """Emit the loads of the bias in row `q`, see `BiasLoads.row`."""
+        return self._bias_loads.row(site, self._tensors(site)[0], q, kv, offsets, paired)
+
+    def pairs_are_aligned(self, site: Any) -> Any:
+        """Emit whether `bias_row` may load pairs of columns, the first of which is even."""
+        return self._bias_loads.pairs_are_aligned(site, self._tensors(site)[0])
+
+    def bias_is_along_rows(self, site: Any) -> bool:
+        """Return whether neighbouring columns read neighbouring elements, as `bias_row` requires."""
+        return self._bias_loads.along_rows(self._tensors(site)[0])
+
     def _group(self, site: Any, r: int, j: int) -> tuple[int, int] | None:
         """Return the row and group of columns whose scores read the same elements; None if none."""
         width = min(self._column_group, site.column_group)
@@ -214,6 +260,8 @@ class GraphForward:
     ) -> list[Any]:
         """Emit the modified score x of each element in `places`, see `score_form`."""
         scores, _ = self._tensors(site)
+        if self._bias_first:  # and the scale is not above 0
+            return [s * head[3] for _, _, s in places]
         distances, loads = relatives
         known = [
             loads.get(self._group(site, r, j)) if pairs is None else pairs[r] for r, j, _ in places
@@ -241,7 +289,7 @@ class GraphForward:
 
     def factor(self, site: Any, head: Values) -> Any:
         """Return the factor by which the kernel multiplies x; None for 1."""
-        return head[3]
+        return head[3] if self.only_scales else None
 
     def kept_intervals(self, site: Any, head: Values, q: Any) -> list[tuple[Any, Any]]:
         """Emit the intervals (low, high) of kv that the mask keeps in row `q`: low <= kv < high."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from attnkit.graph import ir
 from attnkit.graph.ir import F32, I32, Node, arg, const
 from attnkit.graph.simplify import build, cast
-from attnkit.graph.staging import linear
+from attnkit.graph.staging import Level, index_level, index_repeats, linear
 
 LOG2E = math.log2(math.e)
 
@@ -86,6 +86,24 @@ class ScoreForm(NamedTuple):
     def only_slope(self) -> bool:
         """Return whether x is the score times the scale times a positive number, plus the slope."""
         return self.bias is None and self.slope is not None and self.positive
+
+    @property
+    def full_bias(self) -> bool:
+        """Return whether only a bias is added, for which each score reads elements of its own.
+
+        An example is score + table[h, q, kv]. Terms that depend on the row alone may be added too.
+        """
+        loads = [] if self.bias is None else [n for n in ir.topo(self.bias) if n.op == "load"]
+        levels = [index_level(n) for n in loads]
+        own = [n for n, level in zip(loads, levels, strict=True) if level is Level.ELEMENT]
+        known = {Level.CONSTANT, Level.HEAD, Level.ELEMENT}.issuperset(levels)
+        return (
+            self.additive
+            and self.slope is None
+            and bool(own)
+            and known
+            and not any(map(index_repeats, own))
+        )
 
     @property
     def additive(self) -> bool:
@@ -279,6 +297,11 @@ def _times_scale(n: Node, tables: frozenset[int]) -> Node | None:
 def adds_only_slope(root: Node | None) -> bool:
     """Return whether a score_mod adds a slope times kv and terms of the row, and nothing else."""
     return root is not None and score_form(root).only_slope
+
+
+def adds_full_bias(root: Node | None) -> bool:
+    """Return whether a score_mod adds a `ScoreForm.full_bias`; it may add slope * (kv - q) too."""
+    return score_form(root, separate_distance=True).full_bias
 
 
 def kv_slope(n: Node) -> Node | None:

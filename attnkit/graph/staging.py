@@ -91,6 +91,13 @@ def index_repeats(load: Node) -> bool:
     return not any(a * d != b * c for (a, b), (c, d) in itertools.combinations(sums, 2))
 
 
+def reads_along_kv(load: Node) -> bool:
+    """Return whether the next kv is the next element of the last axis, as in table[h, q, kv + 3]."""
+    found = [_coefficients(n) if n.type == I32 else None for n in load.args]
+    steps = [None if c is None else c[1] for c in found]
+    return bool(steps) and steps[-1] == 1 and not any(step != 0 for step in steps[:-1])
+
+
 def reads_pair(load: Node) -> bool:
     """Return whether a load reads an entry of a float table for each pair of a row and a column.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkit.codegen.score_form import score_form
+from attnkit.codegen.score_form import adds_full_bias, score_form
 from attnkit.graph import ir
 from attnkit.graph.adjoint import adjoint
 from attnkit.graph.ir import Node
@@ -118,12 +118,13 @@ def _settings_of(
         lists_override_mask=program.lists_override_mask,
         deterministic=spec.deterministic,
         dropout=inputs.dropout is not None,
+        full_bias=softmax and inputs.grad_entropy is None and adds_full_bias(program.score),
     )
     one_hot = sums_by_class(
         learned.scores, inputs.captured.scores, template.one_hot(case), key.shape[2], query.device
     )
     if one_hot:
-        case = replace(case, learned=frozenset())
+        case = replace(case, learned=frozenset(), full_bias=False)
     switches = template.switches(case)
     light = _light(program, bool(learned.scores))
     if one_hot:
@@ -237,13 +238,15 @@ caches.register(_has_slope.cache_clear)
 
 
 def _light(program: Program, learned: bool = False) -> bool:
-    """Return whether dS = P (dP - delta) and the kernel sums no gradients of captured tensors.
+    """Return whether dS = P (dP - delta), and no bias or sum of gradients needs registers.
 
     Args:
         program: the score and mask graphs.
         learned: whether the kernel sums gradients of captured tensors.
     """
-    return not learned and (program.score is None or not _has_slope(program.score))
+    if program.score is None:
+        return not learned
+    return not (learned or _has_slope(program.score) or adds_full_bias(program.score))
 
 
 def _settings(

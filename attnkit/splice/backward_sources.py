@@ -177,6 +177,7 @@ def main_source(
             softmax=program.has_softmax,
             facts=facts,
             one_hot=settings.one_hot,
+            bias_first=settings.bias_first,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(

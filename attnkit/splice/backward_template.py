@@ -33,6 +33,7 @@ class BackwardCase:
         lists_override_mask: whether block lists override the mask.
         deterministic: whether gradients are accumulated in a fixed order.
         dropout: whether elements of the softmax are dropped.
+        full_bias: whether the score_mod only adds a bias, which has an element for each score.
     """
 
     widths: HeadDims
@@ -42,6 +43,7 @@ class BackwardCase:
     lists_override_mask: bool
     deterministic: bool = False
     dropout: bool = False
+    full_bias: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +166,11 @@ class BackwardSettings:
     def one_hot(self) -> bool:
         """Return whether the main kernel sums a gradient over classes of columns in an MMA."""
         return bool(self.values.get("one_hot"))
+
+    @property
+    def bias_first(self) -> bool:
+        """Return whether the main kernel initialises the accumulator of S to the bias."""
+        return bool(self.values.get("bias_first"))
 
     @property
     def pack_gqa(self) -> bool:

@@ -206,7 +206,14 @@ def scheduled(
     template, (wide, deep), (rows, _) = settings.template, settings.widths, settings.block
     batch, heads = query.shape[0], _heads(settings, query, key)
     size = rows * (2 * (wide + deep) + 4 * wide)
-    shape = Shape(batch, heads, size, kv_heads=key.shape[1], kv_batch=key.shape[0])
+    shape = Shape(
+        batch,
+        heads,
+        size,
+        kv_heads=key.shape[1],
+        kv_batch=key.shape[0],
+        batch_together=settings.bias_first,
+    )
     schedule = schedule_backward(
         runs,
         shape,

@@ -83,7 +83,8 @@ def layout_of(
         only_slope=program.has_softmax and form.only_slope and block[0] > 128,
         dropout=program.dropout,
     )
-    chosen = settings.fit(next(k for k in candidates if k.block == block), form, False)
+    kernel = next(k for k in candidates if k.block == block)
+    chosen = settings.fit(kernel, form, False, program.dropout)
     name = str(dtype).removeprefix("torch.")
     config = settings.config(form, chosen, name, head_dims, False, False, target.arch)
     return settings.layout(config)
@@ -164,7 +165,10 @@ def build_call(kernel_call: KernelCall, inputs: ForwardInputs, workers: int) -> 
 
     # the statistics of the parts of split rows are not combined
     split = not (need_max or kernel_call.need_entropy)
-    work = forward_work(runs, chosen, query, key, value, workers, split=split)
+    work = forward_work(
+        runs, chosen, query, key, value, workers, split=split,
+        batch_together=chosen.bias_first,
+    )  # fmt: skip
     tile = template.tile(chosen, head_dims)
     combine = None
     if work.slots:
@@ -249,15 +253,14 @@ def _kernel(
     )
     read = Captured(graphs.scores, graphs.masks)
     arguments = tuple(captured_arguments(variant, captured, read, device))
-    chosen = template.fit(
-        chosen, variant.form, variant.mask is not None or variant.lists_override_mask
-    )
+    masked = variant.mask is not None or variant.lists_override_mask
+    chosen = template.fit(chosen, variant.form, masked, variant.dropout)
     dtype = str(query.dtype).removeprefix("torch.")
     needed = kernel_call.need_max, kernel_call.need_entropy
     config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)
     parts = (variant.form.factor, variant.form.bias)
     pairs = pair_load([n for n in parts if n is not None])
-    if pairs is not None:
+    if pairs is not None and not chosen.bias_first:
         table = graphs.scores[variant.slots[0][int(str(pairs.attr))]]
         if template.pair_table(config, table.shape):
             config["pair_table"] = True

@@ -28,8 +28,8 @@ class ForwardTemplate(NamedTuple):
         choose: (kernels for these head dims, best first; head dims; tiles to visit, None for all;
             whether block lists override the mask, so that tiles cannot be joined; the score_mod)
             -> the kernel, and the reason as text.
-        fit: (kernel, score_mod, whether there is a mask) -> the kernel, adapted to the registers
-            that the variant needs.
+        fit: (kernel, score_mod, whether there is a mask, whether there is dropout) -> the kernel,
+            adapted to the registers that the variant needs.
         config: (score_mod, kernel, dtype, head dims, whether row maxima are needed, whether
             entropies are needed, architecture) -> arguments of the template's `ForwardConfig`.
         tile: (kernel, head dims) -> (rows, columns) of an output tile, also the size of a partial
@@ -47,7 +47,7 @@ class ForwardTemplate(NamedTuple):
     choose: Callable[
         [Sequence[Kernel], HeadDims, BlockRuns | None, bool, ScoreForm], tuple[Kernel, str]
     ]
-    fit: Callable[[Kernel, ScoreForm, bool], Kernel]
+    fit: Callable[[Kernel, ScoreForm, bool, bool], Kernel]
     config: Callable[[ScoreForm, Kernel, str, HeadDims, bool, bool, str], dict[str, Any]]
     tile: Callable[[Kernel, HeadDims], tuple[int, int]]
     build: Callable[[ForwardVariant, dict[str, Any], HeadDims, tuple[TensorKind, ...], bool], Build]

@@ -57,12 +57,15 @@ class ForwardVariant(NamedTuple):
         parts += [n for pair in self.ends or () for n in pair] or [self.mask]
         return [n for n in parts if n is not None]
 
-    def hooks(self, positive: bool, slope_in_mma: bool = False) -> ForwardHooks:
+    def hooks(
+        self, positive: bool, slope_in_mma: bool = False, bias_first: bool = False
+    ) -> ForwardHooks:
         """Build the hooks that the kernel calls.
 
         Args:
             positive: whether the softmax scale is above 0.
             slope_in_mma: whether the kernel adds slope * column by an MMA.
+            bias_first: whether the kernel initialises the accumulator of S to the bias.
         """
         from attnkit.codegen.forward_hooks import GraphForward
 
@@ -76,6 +79,7 @@ class ForwardVariant(NamedTuple):
             dropout=self.dropout,
             positive=positive,
             slope_in_mma=slope_in_mma,
+            bias_first=bias_first,
             indices=self.indices,
         )
 

@@ -60,6 +60,7 @@ def forward_work(
     value: Tensor,
     workers: int,
     split: bool,
+    batch_together: bool = False,
 ) -> WorkList:
     """Return the work list of a forward on the device of `query`, cached under `runs`.
 
@@ -69,6 +70,7 @@ def forward_work(
         query, key, value: tensors of the call; only their shapes, dtype and device are read.
         workers: number of CTAs that run at once.
         split: whether long rows may be split along KV.
+        batch_together: see `Shape`.
     """
     if runs is None:
         runs = full_runs(query.shape[2], key.shape[2], kernel.block, query.device)
@@ -79,6 +81,7 @@ def forward_work(
         kernel.block[1] * (key.shape[3] + value.shape[3]) * key.element_size(),
         kv_heads=key.shape[1],
         kv_batch=key.shape[0],
+        batch_together=batch_together,
     )
 
     def build() -> WorkList:

@@ -32,7 +32,7 @@ _SPECIAL = frozenset(
 )
 
 
-def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool, dropout: bool) -> Kernel:
     """Return `kernel` unchanged: it reads scores from tensor memory in parts without spilling."""
     return kernel
 

@@ -73,10 +73,11 @@ def visited_scores(runs: BlockRuns, block: tuple[int, int]) -> int:
     return (partial + full) * block[0] * block[1]
 
 
-def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
+def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool, dropout: bool) -> Kernel:
     """Adapt the tile size and the softmax of a kernel to the registers that a variant needs.
 
-    The columns of a tile are halved if the score_mod loads a value for each score. They are also
+    The accumulator of S is initialised to a full bias, unless dropout needs registers. Otherwise the
+    columns of a tile are halved if the score_mod loads a value for each score. They are also
     halved at wide head dims with a mask if it computes log1p, and at the widest head dims, with or
     without a mask, if it loads a value for each q - kv. At the widest head dims with a mask, the
     bounds of the mask leave no registers for double buffering of P.
@@ -89,6 +90,8 @@ def fit_registers(kernel: Kernel, form: ScoreForm, masked: bool) -> Kernel:
     parts = (n for n in (form.factor, form.bias, form.slope) if n is not None)
     tight = masked and kernel.lacks_o_smem
     narrow = kernel.lacks_o_smem and kernel.block[1] == NARROW
+    if form.full_bias and not (kernel.lacks_o_smem or dropout):
+        return replace(kernel, bias_first=True)
     if not any(_loads(n, narrow) or (tight and n.op == "log1p") for n in ir.topo(*parts)):
         return kernel
     rows, columns = kernel.block
@@ -136,6 +139,10 @@ def config_of(
     elif form.only_slope and max(head_dim, head_dim_v) <= 128:
         # at larger head dims the operands fit neither in shared memory nor in registers
         config["slope_in_mma"] = True
+    elif kernel.bias_first:
+        config["bias_first"] = True
+        if need_entropy:  # its exponents occupy the registers that a second P would need
+            config |= {"softmax": "online", "double_buffer_p": False}
     elif (
         form.ceiling is not None
         and form.ceiling <= CEILING
@@ -228,7 +235,8 @@ def build(
     if not positive:  # the MMA's operand is divided by the scale
         config = {name: x for name, x in config.items() if name != "slope_in_mma"}
     settings = settings_of(config)
-    hooks = variant.hooks(positive, config.get("slope_in_mma", False))
+    switches = (config.get(name, False) for name in ("slope_in_mma", "bias_first"))
+    hooks = variant.hooks(positive, *switches)
     parts = settings.value_parts if isinstance(settings, Hd512Config) else 1
     tile, needed = (settings.block_q, parts * settings.head_dim_v), settings.need_entropy
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)

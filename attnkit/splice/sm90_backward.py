@@ -71,14 +71,16 @@ def row_sums(widths: tuple[int, int]) -> bool:
 def switches(case: BackwardCase) -> dict[str, Any]:
     """Return the arguments of the config that depend on the variant.
 
-    They are `less_lse`, whether the MMA subtracts the LSE, for head dims up to 128; `block_kv` for
+    They are `less_lse`, whether the MMA subtracts the LSE, and `bias_first`, whether the accumulator
+    of S is initialised to the bias, for head dims up to 128; `block_kv` for
     (192, 128), if the kernel with blocks of 128 columns can run the variant; `roles` for (256,
     256), if the kernel whose consumers have roles can run it; and `split_columns` above head dim
     256, where two CTAs share a work tile.
     """
     light = case.additive and not case.learned
     if max(case.widths) <= 128:
-        return {"less_lse": light}
+        full_bias = case.full_bias and not case.dropout
+        return {"less_lse": light, **({"bias_first": True} if full_bias else {})}
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
     if max(case.widths) > 256:
         return {"split_columns": True}

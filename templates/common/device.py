@@ -137,6 +137,12 @@ def pinned(x: Any) -> Any:
     )
 
 
+def settle(values: cute.Tensor) -> None:
+    """Keep the compiler from moving what writes `values`, f32, past a fence that follows."""
+    for i in range(cute.size(values)):
+        values[i] = pinned(values[i])
+
+
 def recomputed(x: Any, changing: Any) -> Any:
     """Return the Int32 `x` through an opaque `mov` that seems to depend on `changing`.
 

@@ -172,6 +172,45 @@ class ForwardHooks(Protocol):
         """
         ...
 
+    def initial_scores(
+        self,
+        site: Any,
+        head: Values,
+        rows: Sequence[tuple[Value, Values]],
+        columns: Sequence[tuple[Value, Value, Values]],
+        places: Sequence[tuple[int, int]],
+        known: Any = None,
+    ) -> list[Value]:
+        """Return the bias of each score, divided by `factor`.
+
+        Called only if the config says `bias_first`. Then x does not include the bias.
+
+        Args:
+            places: (row, column) of each score.
+            known: for each score, what `bias_row` returned; None to load the bias here.
+        """
+        ...
+
+    def bias_row(
+        self, site: Any, q: Value, kv: Value, offsets: Sequence[Any], paired: bool
+    ) -> list[Any]:
+        """Load the bias of scores in row `q`, for `initial_scores`; `bias_is_along_rows` must hold.
+
+        Args:
+            kv: a column.
+            offsets: columns of the scores, counted from `kv`.
+            paired: load two neighbouring columns at once, see `pairs_are_aligned`.
+        """
+        ...
+
+    def bias_is_along_rows(self, site: Any) -> bool:
+        """Return whether neighbouring columns read neighbouring elements of the bias."""
+        ...
+
+    def pairs_are_aligned(self, site: Any) -> Value:
+        """Return whether `bias_row` may load pairs of columns, the first of which is even (Boolean)."""
+        ...
+
     def factor(self, site: Any, head: Values) -> Value:
         """Return the positive factor of x for the whole tile, or None for 1."""
         ...

@@ -45,6 +45,7 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
+from attnkit.templates.sm90.backward_bias_first import BiasFirst, wait_unless
 from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, follows_p
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
@@ -158,6 +159,7 @@ class Backward:
         self.softmax = SoftmaxBackward(config, hooks, alibi, late, self.by_score)
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)
+        self.bias_first = BiasFirst(self.softmax) if config.bias_first else None
         self.epilogue = Epilogue(config)
         self.whole_heads = self.epilogue.whole_heads
         self.deterministic = DeterministicReduce(config)
@@ -426,8 +428,11 @@ class Backward:
                 scaled = self.lse_in_mma.scale(p.scale)
                 site = Site(captured, *where, p.q_len, p.kv_len, scaled, Int32(0))
                 self.lse_in_mma.write_slope(mma.lse[0], site)
+            tile: Any = None
+            if const_expr(c.bias_first):  # S of the first block begins with its bias
+                tile = self.begin_tile(captured, others, record, column0, out)
             # S and dP of this work tile run while dK and dV of the previous one are written
-            block = self.start_block(True, consumer, q_count, kv_count, note[0])
+            block = self.start_block(True, consumer, q_count, kv_count, note[0], tile)
             kv_block, h, b, count = (
                 info[record + i]
                 for i in (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH, WorkTile.NUM_BLOCKS)
@@ -437,12 +442,8 @@ class Backward:
             first_chunk = heads_before(c, p, b, h) * q_chunks
             # of the CTA's memory, which has one head
             place = (wg if const_expr(c.whole_heads) else first_chunk + wg, turn)
-            scaled = self.lse_in_mma.scale(p.scale)
-            site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * c.block_kv)
-            dropout = None
-            if const_expr(c.with_dropout):
-                dropout = DropoutState.read(others[0], b * p.heads + h)
-            tile = self.softmax.begin(site, column0, dropout)
+            if const_expr(not c.bias_first):
+                tile = self.begin_tile(captured, others, record, column0, out)
             self.captured_grads.reset(sums)
             note = self.finish_block(
                 True, count == 1, consumer, block, tile, sums, place, q_count, kv_count, note
@@ -517,9 +518,23 @@ class Backward:
             mma, bars, smem, out, row0, entropy_grads, ds_copy, ds_thread, ds_smem, classes
         )
 
+    def begin_tile(
+        self, captured: list, others: list, record: Int32, column0: Int32, out: Outputs
+    ) -> KvBlock:
+        """Return the values that a thread uses for the whole work tile whose record is at `record`."""
+        p, words = out.problem, (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH)
+        kv_block, h, b = (out.info[record + i] for i in words)
+        scaled = self.lse_in_mma.scale(p.scale)
+        site = Site(captured, b, h, p.q_len, p.kv_len, scaled, kv_block * self.config.block_kv)
+        dropout = None
+        if self.config.with_dropout:
+            dropout = DropoutState.read(others[0], b * p.heads + h)
+        return self.softmax.begin(site, column0, dropout)
+
     def start_block(
-        self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32, pending: Any = None
-    ) -> QBlock:
+        self, first: bool, w: Consumer, q_count: Int32, kv_count: Int32, pending: Any = None,
+        tile: Any = None,
+    ) -> QBlock:  # fmt: skip
         """Issue S and dP of a q block; at a work tile's first, also write the previous dK and dV.
 
         Args:
@@ -527,6 +542,7 @@ class Backward:
             w: state of the thread.
             q_count, kv_count: indices of the q block and the work tile.
             pending: chunk of dQ of the previous work tile's last q block; None unless `first`.
+            tile: values of the kv block; needed only if `first` and `bias_first`.
         """
         c, mma, load, out = self.config, w.mma, w.bars.load, w.out
         s, phase, rounded = q_stage(c, q_count), q_phase(c, q_count), c.rounded
@@ -536,7 +552,11 @@ class Backward:
             cute.arch.mbarrier_wait(load.do_full + s, phase)
             init_dp(mma.dp, delta)
         cute.arch.mbarrier_wait(load.q_full + s, phase)
-        word = w.smem.info[s]
+        block = self.q_block_at(w, s, lse, delta)
+        if self.bias_first is not None:
+            if first:
+                self.bias_first.load(block, tile, mma.s)
+            device.settle(mma.s)
         warpgroup.fence()
         mma.issue_s(s, kv_count & 1)
         if first:  # waits for nothing, but tells the assembler that dK and dV are complete
@@ -554,9 +574,13 @@ class Backward:
         if first and not rounded:
             warpgroup.wait_group(2)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count, pending)
+        return block
+
+    def q_block_at(self, w: Consumer, s: Int32, lse: Any = None, delta: Any = None) -> QBlock:
+        """Return the q block in stage `s` of Q, with LSE and delta of the thread's rows if needed."""
         # read where it is used, which takes no register until then
-        packed_row = w.smem.info.iterator + Word.PACKED_ROW + s if const_expr(c.pack_gqa) else None
-        return QBlock(word, w.row0, lse, delta, packed_row)
+        packed_row = w.smem.info.iterator + Word.PACKED_ROW + s if self.config.pack_gqa else None
+        return QBlock(w.smem.info[s], w.row0, lse, delta, packed_row)
 
     def next_block(
         self, last: Any, w: Consumer, tile: KvBlock, sums: CapturedSums, place: Any,
@@ -662,6 +686,13 @@ class Backward:
             if not c.whole_heads:
                 next_chunk = place[0] + 2 * (block.word >> 2)
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, next_chunk, kv_count)
+        if self.bias_first is not None:
+            t = q_stage(c, q_count + 1)
+            wait_unless(last, bars.load.q_full + t, q_phase(c, q_count + 1))
+            # After the last q block, load its own bias once more: a branch around the loads would
+            # take registers.
+            t = cutlass.select_(last, s, t)
+            self.bias_first.load(self.q_block_at(w, t), tile, mma.s)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE and delta
         cute.arch.mbarrier_arrive(bars.load.q_empty + s)

@@ -10,6 +10,7 @@ in memory if sums have an order (`common.exact_sums`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -19,6 +20,7 @@ from attnkit.templates.common import device
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.work_tile import APPLY_MASK
+from attnkit.templates.sm90.backward_bias_first import fresh
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -35,8 +37,9 @@ def follows_p(config: BackwardConfig, hooks: BackwardHooks) -> bool:
     Otherwise they need the scores beside dP, and a thread has no registers for P as well.
     """
     fits = not (config.weights or config.with_entropy or config.with_dropout or config.rounded)
-    known = hooks.gradient_is_dscore and POSITIONS.issuperset(hooks.gradient_levels)
-    return bool(hooks.gradient_levels) and fits and known
+    pairs = zip(hooks.gradient_levels, hooks.gradient_repeats, strict=True)
+    known = all(level in POSITIONS or not repeats for level, repeats in pairs)
+    return bool(hooks.gradient_levels) and fits and hooks.gradient_is_dscore and known
 
 
 class CapturedGrads(PlaceRuns):
@@ -87,6 +90,7 @@ class CapturedGrads(PlaceRuns):
         learned = self.hooks.gradient_levels
         diagonals: list[Any] = [Diagonals() if level == "relative" else None for level in learned]
         d0 = first - tile.first_column  # not clamped to the tensors: lanes are offset from it
+        fresh_tile = fresh(tile, block.word) if "element" in learned else tile
         for g in range(cute.size(probs) // 4):
             ps = [probs[4 * g + i] for i in range(4)]
             grads = [x * dp[4 * g + i] for i, x in enumerate(ps)]
@@ -98,12 +102,33 @@ class CapturedGrads(PlaceRuns):
             for i, level in enumerate(learned):
                 if level == "relative":
                     self._add_along(i, diagonals[i].take(grads), d0, site, sums)
+                elif level == "element":
+                    self._add_elements(i, first + 8 * g, fresh_tile, grads, sums)
                 else:
                     self._add(i, level, at, site, rows, columns, grads, [], sums)
                 at += RUNNING[level]
         for i, one in enumerate(diagonals):
             if one is not None:
                 self._add_along(i, one.rest(), d0, site, sums)
+
+    def _add_elements(
+        self, i: int, first: Any, tile: KvBlock, grads: Sequence[Any], sums: CapturedSums
+    ) -> None:
+        """Add four gradients of load `i`, whose level is "element", in memory.
+
+        Args:
+            i: index of the load, of which no two scores read the same element.
+            first: the first of the two rows, not clamped to the tensors.
+            tile: values of the kv block.
+            grads: at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+            sums: sums of the gradients of captured tensors.
+        """
+        site, total = tile.site, sums.totals[self.hooks.gradient_slots[i]]
+        for k, value in enumerate(grads):
+            # positions are not clamped, so that both columns share the address of their row
+            q, kv, inside = first + k % 2, tile.first_column + 8 * (k // 2), tile.inside[k // 2]
+            place = self.place_of(i, site, total, q, kv)
+            self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
 
     @cute.jit
     def compute_p_ds(

@@ -40,6 +40,8 @@ class BackwardConfig:
         with_dropout: drop elements of the softmax, see `sm90.dropout`.
         one_hot: sum the gradient of a captured table over columns of the same class in an MMA, see
             `backward_one_hot`, for q blocks of 64 rows.
+        bias_first: initialise the accumulator of S to the bias, see `backward_bias_first`, for mods
+            that only add terms to the score that do not depend on it, and q blocks of 64 rows.
     """
 
     dtype: str = "bfloat16"
@@ -56,6 +58,7 @@ class BackwardConfig:
     weights: bool = False
     with_dropout: bool = False
     one_hot: bool = False
+    bias_first: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -121,6 +124,8 @@ class BackwardConfig:
             return f"weights without a softmax and block_q={self.block_q}: expected {ROWS}"
         if self.one_hot and (self.rounded or self.sum_order):
             return f"sums by class with block_q={self.block_q} and sum_order={self.sum_order!r}: expected {ROWS} and ''"
+        if self.bias_first and (self.rounded or self.weights):
+            return f"a bias first with block_q={self.block_q} and weights={self.weights}: expected {ROWS} and a softmax"
         if self.with_entropy and self.with_dropout:
             return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):

@@ -45,8 +45,9 @@ class LseInMma:
         self.with_slope = config.less_lse and hooks.has_distance_term
 
     def scale(self, scale: Any) -> Any:
-        """Return `scale`, or `nonzero_scale(scale)` if the MMA divides LSE by it."""
-        return nonzero_scale(scale) if self.config.less_lse else scale
+        """Return `scale`, or `nonzero_scale(scale)` if LSE or a bias is divided by it."""
+        divides = self.config.less_lse or self.config.bias_first
+        return nonzero_scale(scale) if divides else scale
 
     @cute.jit
     def write_factors(self, start: cute.Pointer, scale: Float32, warp: Int32):

@@ -148,9 +148,9 @@ class ConsumerMma:
         cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
     def issue_s(self, stage: Int32, k_stage: Int32) -> None:
-        """Issue S^T = K Q^T, or S^T = K Q^T - LSE / scale with `less_lse`."""
+        """Issue S^T = K Q^T; less LSE / scale with `less_lse`, plus S^T with `bias_first`."""
         for k in range(cute.size(self.k, mode=[2])):
-            mmas = self.overwrite if k == 0 else self.accumulate
+            mmas = self.overwrite if k == 0 and not self.config.bias_first else self.accumulate
             if k < self.held_steps:
                 mma, a = mmas.s_held, self.k_held[None, None, k]
             else:

@@ -49,6 +49,8 @@ class ForwardConfig:
             by `TABLE_COLUMNS`, to shared memory, see the hook `pair_table`.
         slope_in_mma: the MMAs of Q K also add a slope times the column, see `slope_in_mma`. Needs
             `chained`.
+        bias_first: the accumulator of S is initialised to the bias, see the hook `initial_scores`.
+            Needs `chained`.
     """
 
     dtype: str = "bfloat16"
@@ -68,6 +70,7 @@ class ForwardConfig:
     edge_only: bool = False
     pair_table: bool = False
     slope_in_mma: bool = False
+    bias_first: bool = False
 
     @property
     def weights(self) -> bool:

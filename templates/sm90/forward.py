@@ -367,6 +367,9 @@ class Forward:
                 kv_block = smem.info[FIRST_BLOCK_NUMBER]
                 if const_expr(c.slope_in_mma):
                     self.write_slope(tile_idx, consumer, captured, scalars)
+                if const_expr(c.bias_first):
+                    self.load_first_bias(kv_block, next_tile[0], consumer, captured, scalars)
+                    device.settle(mma.acc_s)
                 warpgroup.fence()
                 mma.issue_qk(wg, 0)
                 warpgroup.wait_group(0)
@@ -545,7 +548,12 @@ class Forward:
         kv_block = info[stage]
         if const_expr(c.slope_in_mma):  # the next work tile may belong to another head
             self.write_slope(tile_idx - again, consumer, captured, scalars)
+        if const_expr(c.bias_first):
+            work = Work.read(info, record_of(tile_idx - again))
+            self.load_first_bias(kv_block, work, consumer, captured, scalars)
         pingpong_wait(wg)
+        if const_expr(c.bias_first):
+            device.settle(mma.acc_s)
         warpgroup.fence()
         mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
         return valid, kv_block, stage
@@ -559,6 +567,15 @@ class Forward:
         operands = consumer.mma.slope
         assert operands is not None
         operands.write(self.hooks.column_slope(self.hooks.head(site)))
+
+    def load_first_bias(
+        self, kv_block: Int32, work: Work, consumer: Consumer, captured: list, scalars: Scalars
+    ) -> None:
+        """Load the bias of a work tile's first kv block to the accumulator of S."""
+        site, place = self._place(work, consumer.thread, captured, scalars)
+        first_column = consumer.thread.lane % 4 * 2
+        tile = self.scores.begin_tile(site, first_column, place.row, Int32(0))
+        self.scores.load_bias(tile, kv_block, True, consumer.mma.acc_s)
 
     def mainloop_step(
         self,
@@ -592,7 +609,11 @@ class Forward:
             bits, clamps, mask = None, True, (masked, kv_block)
         else:
             bits, clamps, mask = scores.mask_bits(tile, kv_block, masked), masked, None
+        if self.config.bias_first:  # arrives while the other warpgroups have their turns
+            scores.load_bias(tile, kv_block, clamps, mma.acc_s)
         pingpong_wait(warpgroup_idx)
+        if self.config.bias_first:
+            device.settle(mma.acc_s)
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs

@@ -103,7 +103,7 @@ class ForwardMma:
             self.slope.mma.set(warpgroup.Field.ACCUMULATE, True)
 
     def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
-        """Issue S = Q K^T asynchronously and commit it as one wgmma group.
+        """Issue S = Q K^T, or S += Q K^T with `bias_first`, and commit it as one wgmma group.
 
         Args:
             q_tile: index of the 64 rows in shared memory: warpgroup + warpgroups * stage.
@@ -111,7 +111,7 @@ class ForwardMma:
         """
         for k in range(cute.size(self.frag_q, mode=[2])):
             cute.gemm(
-                self.qk_first if k == 0 else self.qk,
+                self.qk_first if k == 0 and not self.config.bias_first else self.qk,
                 self.acc_s,
                 self.frag_q[None, None, k, q_tile],
                 self.frag_k[None, None, k, k_stage],

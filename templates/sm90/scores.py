@@ -11,7 +11,7 @@ plain Python, so that they can pass records and the hooks' tuples.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -229,6 +229,50 @@ class Scores:
             for other in classes[1:]:
                 one_class = one_class & (other == classes[0])
         return BlockValues(start, columns, places, relatives, one_class)
+
+    def load_bias(
+        self, tile: TileValues, kv_block: Int32, masked: bool, acc_s: cute.Tensor
+    ) -> None:
+        """Set the accumulator of S to the bias of a kv block, in units of the raw score.
+
+        Call `settle` before the MMAs that accumulate onto it. The elements of a full block are
+        loaded in pairs, if these are aligned: the first-level cache would limit the kernel.
+        """
+        # addresses that the mainloop keeps would take registers
+        b, h = (device.recomputed(x, kv_block) for x in (tile.site.b, tile.site.h))
+        tile = replace(tile, site=replace(tile.site, b=b, h=h))
+        if self.hooks.bias_is_along_rows(tile.site):
+            start = self.first_column(tile, kv_block)
+            whole = start + self.config.block_kv <= tile.site.kv_len
+            paired = whole & self.hooks.pairs_are_aligned(tile.site)
+            self._load_bias_in_pairs(paired, tile, kv_block, acc_s)
+        else:
+            self._load_bias(tile, kv_block, masked, False, acc_s)
+
+    @cute.jit
+    def _load_bias_in_pairs(
+        self, paired: Boolean, tile: TileValues, kv_block: Int32, acc_s: cute.Tensor
+    ):
+        """Load the bias in pairs if `paired` is set, which implies that no column is outside."""
+        if paired:
+            self._load_bias(tile, kv_block, False, True, acc_s)
+        else:
+            self._load_bias(tile, kv_block, True, False, acc_s)
+
+    def _load_bias(
+        self, tile: TileValues, kv_block: Int32, masked: bool, paired: bool, acc_s: cute.Tensor
+    ) -> None:
+        block, hooks = self.block_values(tile, kv_block, masked, cute.size(acc_s)), self.hooks
+        known = None
+        if paired:
+            left, offsets = block.start + tile.first_column, self.columns_of_thread()
+            rows = [hooks.bias_row(tile.site, q, left, offsets, True) for q, _ in tile.rows]
+            known = [rows[r][j] for r, j in block.places]
+        values = hooks.initial_scores(
+            tile.site, tile.head, tile.rows, block.columns, block.places, known
+        )
+        for i, x in enumerate(values):
+            acc_s[i] = x
 
     def first_column(self, tile: TileValues, kv_block: Int32) -> Int32:
         """Return the first column of a kv block from its number in shared memory."""

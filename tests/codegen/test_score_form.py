@@ -16,6 +16,7 @@ from attnkit.codegen.number_tables import numbers_of, with_tables
 from attnkit.codegen.score_form import (
     LOG2E,
     ScoreForm,
+    adds_full_bias,
     number_facts,
     score_form,
     weight_form,
@@ -316,3 +317,33 @@ def test_the_form_of_a_weight_is_the_weight(function: Any, scale: float, sigmoid
             x = 1 / (1 + torch.exp2(-x))
         found, true = torch.broadcast_tensors(x, expected)
         torch.testing.assert_close(found, true, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+FULL, IDS = torch.randn(2, 8, 8), torch.arange(8) % 3
+
+
+@pytest.mark.parametrize(
+    ("function", "full"),
+    [
+        (lambda s, b, h, q, kv: s + FULL[h, q, kv], True),
+        (lambda s, b, h, q, kv: s - FULL[0, kv, q] * FULL[h, 0, 1], True),
+        (lambda s, b, h, q, kv: s + FULL[h, q, kv] + FULL[h, q, 0], True),  # a term of the row
+        (lambda s, b, h, q, kv: s + FULL[h, q, kv] + FULL[h, 0, kv], False),
+        (lambda s, b, h, q, kv: s + FULL[h, q, kv] + kv, False),
+        (lambda s, b, h, q, kv: 2 * s + FULL[h, q, kv], False),
+        (lambda s, b, h, q, kv: s * FULL[h, q, kv], False),
+        (lambda s, b, h, q, kv: s + FULL[h, IDS[q], IDS[kv]], False),
+        (lambda s, b, h, q, kv: s + FULL[h, 0, q - kv], False),
+        (lambda s, b, h, q, kv: s, False),
+    ],
+)
+def test_full_bias(function: Any, full: bool) -> None:
+    assert form_of(function).full_bias is full
+
+
+def test_a_full_bias_beside_a_slope() -> None:
+    function = lambda s, b, h, q, kv: s + FULL[h, q, kv] + FULL[h, 0, 0] * (kv - q)
+    root = trace(function, "score").root
+    assert not form_of(function).full_bias
+    assert adds_full_bias(root)
+    assert not adds_full_bias(trace(lambda s, b, h, q, kv: s + 0.5 * (kv - q), "score").root)

@@ -22,6 +22,7 @@ from attnkit.graph.staging import (
     level_of,
     linear,
     pair_load,
+    reads_along_kv,
     reads_pair,
     stage,
 )
@@ -227,3 +228,20 @@ def test_alibi_is_additive() -> None:
     assert split is not None
     assert split.factor is const(1.0)
     assert ir.formula(split.bias) == "t0[h] * f32(kv - q)"
+
+
+def test_loads_along_kv() -> None:
+    q, kv, h = arg("q"), arg("kv"), arg("h")
+    later, half = build("add", kv, const(3)), build("min", kv, const(2))
+    for index, along in (
+        ([h, q, kv], True),
+        ([q, later], True),
+        ([build("sub", kv, q)], True),
+        ([kv, q], False),
+        ([kv, kv], False),
+        ([build("neg", kv)], False),
+        ([q, half], False),
+        ([load(1, I32, [q]), kv], False),
+        ([], False),
+    ):
+        assert reads_along_kv(load(0, F32, index)) is along
