@@ -288,6 +288,16 @@ def test_learned_tables_at_ragged_ends(dims: int) -> None:
             backward_kit.check(Variant(mod, mask), wide(q_len, kv_len, **sizes))
 
 
+@pytest.mark.parametrize("length", [300, 512, 331])
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "frozen"])
+def test_full_bias_of_several_batch_elements(length: int, learned: bool) -> None:
+    random = torch.Generator().manual_seed(length)
+    bias = torch.randn(2, length, length, generator=random).to(kit.DEVICE).requires_grad_(learned)
+    case = wide(length, length, batch=3, kv_batch=3, head_dim=128, value_dim=128)
+    mod = lambda s, b, h, q, kv: s + bias[h, q, kv]
+    backward_kit.check(Variant(mod, masks.causal()), case)
+
+
 def test_one_tensor_as_query_and_key() -> None:
     shared = torch.randn(1, 2, 200, 64, device=kit.DEVICE).to(BF16).requires_grad_()
     value = torch.randn_like(shared)
