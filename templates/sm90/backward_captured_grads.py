@@ -38,7 +38,9 @@ def follows_p(config: BackwardConfig, hooks: BackwardHooks) -> bool:
     """
     fits = not (config.weights or config.with_entropy or config.with_dropout or config.rounded)
     pairs = zip(hooks.gradient_levels, hooks.gradient_repeats, strict=True)
-    known = all(level in POSITIONS or not repeats for level, repeats in pairs)
+    known = all(
+        level in POSITIONS or (config.bias_first and not repeats) for level, repeats in pairs
+    )
     return bool(hooks.gradient_levels) and fits and hooks.gradient_is_dscore and known
 
 
@@ -117,7 +119,7 @@ class CapturedGrads(PlaceRuns):
         """Add four gradients of load `i`, whose level is "element", in memory.
 
         Args:
-            i: index of the load, of which no two scores read the same element.
+            i: index of the load, a full bias.
             first: the first of the two rows, not clamped to the tensors.
             tile: values of the kv block.
             grads: at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
@@ -125,10 +127,13 @@ class CapturedGrads(PlaceRuns):
         """
         site, total = tile.site, sums.totals[self.hooks.gradient_slots[i]]
         for k, value in enumerate(grads):
-            # positions are not clamped, so that both columns share the address of their row
-            q, kv, inside = first + k % 2, tile.first_column + 8 * (k // 2), tile.inside[k // 2]
+            q, kv = first + k % 2, tile.first_column + 8 * (k // 2)
+            # outside of the tensors P is 0, but not dP, which may be NaN
+            inside = (q < site.q_len) & tile.inside[k // 2]
+            # Not clamped, so that both columns share the address of a row: the index of a full bias
+            # reads no tensor at q or kv.
             place = self.place_of(i, site, total, q, kv)
-            self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
+            self.add_where((value != Float32(0.0)) & inside, place, value)
 
     @cute.jit
     def compute_p_ds(

@@ -574,6 +574,7 @@ class Forward:
         """Load the bias of a work tile's first kv block to the accumulator of S."""
         site, place = self._place(work, consumer.thread, captured, scalars)
         first_column = consumer.thread.lane % 4 * 2
+        # without the number of heads, which only dropout needs
         tile = self.scores.begin_tile(site, first_column, place.row, Int32(0))
         self.scores.load_bias(tile, kv_block, True, consumer.mma.acc_s)
 
