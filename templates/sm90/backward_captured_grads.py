@@ -127,13 +127,12 @@ class CapturedGrads(PlaceRuns):
         """
         site, total = tile.site, sums.totals[self.hooks.gradient_slots[i]]
         for k, value in enumerate(grads):
-            q, kv = first + k % 2, tile.first_column + 8 * (k // 2)
-            # outside of the tensors P is 0, but not dP, which may be NaN
-            inside = (q < site.q_len) & tile.inside[k // 2]
             # Not clamped, so that both columns share the address of a row: the index of a full bias
             # reads no tensor at q or kv.
+            q, kv, inside = first + k % 2, tile.first_column + 8 * (k // 2), tile.inside[k // 2]
             place = self.place_of(i, site, total, q, kv)
-            self.add_where((value != Float32(0.0)) & inside, place, value)
+            # outside of the tensors P is 0, but not dP, which may be NaN
+            self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
 
     @cute.jit
     def compute_p_ds(
