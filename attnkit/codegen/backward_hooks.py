@@ -58,8 +58,8 @@ class GraphBackward(GraphForward, LearnedIndices):
         one_hot: whether the kernel sums the gradient of the only learned load in an MMA with a
             one-hot matrix, so that it is not among the loads of the attributes. The load has
             `reads_pair`, and its gradient is that of the score.
-        bias_first: whether the kernel adds the bias before the score is complete, see the hook
-            `initial_scores`. The score_mod must be additive, and its only term a bias.
+        bias_first: whether the kernel loads the bias to the accumulator of S, see the hook
+            `initial_scores`. Requires `adds_full_bias`.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.

@@ -1,4 +1,4 @@
-"""Emit the loads of a full bias, such as table[h, q, kv], of which each score reads an element."""
+"""Emit the loads of a full bias, such as table[h, q, kv], which has one element for each score."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BiasLoads:
         self._indices = indices
 
     def along_rows(self, tensors: Sequence[Any]) -> bool:
-        """Return whether neighbouring columns read neighbouring elements in memory."""
+        """Return whether the biases of a row are neighbours in memory."""
         found = [tensors[int(str(n.attr))] for n in self.loads]
         contiguous = (isinstance(t.stride[-1], int) and t.stride[-1] == 1 for t in found)
         exact = (
@@ -56,7 +56,9 @@ class BiasLoads:
         self, site: Any, tensors: Sequence[Any], q: Any, kv: Any, offsets: Sequence[Any],
         paired: bool,
     ) -> list[Mapping[Node, Any]]:  # fmt: skip
-        """Emit the loads of scores in row `q`; `along_rows` must hold.
+        """Emit the loads of the biases of several scores in row `q`.
+
+        Call it only if `along_rows` returns True.
 
         Args:
             site: position of the tile, see `templates.common.hooks.Site`.
@@ -80,7 +82,7 @@ class BiasLoads:
         return values
 
     def pairs_are_aligned(self, site: Any, tensors: Sequence[Any]) -> Boolean:
-        """Emit whether a load of two elements is aligned if the first is in an even column."""
+        """Emit whether two biases, the first in an even column, are aligned for one load."""
         result = Boolean(True)
         for q in (0, 1):
             for place in self.places(site, tensors, Int32(q), Int32(0)):

@@ -236,11 +236,11 @@ class GraphForward:
         return self._bias_loads.row(site, self._tensors(site)[0], q, kv, offsets, paired)
 
     def pairs_are_aligned(self, site: Any) -> Any:
-        """Emit whether `bias_row` may load pairs of columns, the first of which is even."""
+        """Emit whether two biases, the first in an even column, are aligned for one load."""
         return self._bias_loads.pairs_are_aligned(site, self._tensors(site)[0])
 
     def bias_is_along_rows(self, site: Any) -> bool:
-        """Return whether neighbouring columns read neighbouring elements, as `bias_row` requires."""
+        """Return whether the biases of a row are neighbours in memory, as `bias_row` requires."""
         return self._bias_loads.along_rows(self._tensors(site)[0])
 
     def _group(self, site: Any, r: int, j: int) -> tuple[int, int] | None:

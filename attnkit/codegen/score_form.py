@@ -89,9 +89,10 @@ class ScoreForm(NamedTuple):
 
     @property
     def full_bias(self) -> bool:
-        """Return whether only a bias is added, for which each score reads elements of its own.
+        """Return whether the score_mod adds a full bias: a table with one element for each score.
 
-        An example is score + table[h, q, kv]. Terms that depend on the row alone may be added too.
+        An example is score + table[h, q, kv]. It may also add terms that depend on the row alone, but
+        nothing else.
         """
         loads = [] if self.bias is None else [n for n in ir.topo(self.bias) if n.op == "load"]
         levels = [index_level(n) for n in loads]
@@ -300,7 +301,10 @@ def adds_only_slope(root: Node | None) -> bool:
 
 
 def adds_full_bias(root: Node | None) -> bool:
-    """Return whether a score_mod adds a `ScoreForm.full_bias`; it may add slope * (kv - q) too."""
+    """Return whether a score_mod adds a full bias, and possibly ALiBi's slope * (kv - q).
+
+    See `ScoreForm.full_bias`.
+    """
     return score_form(root, separate_distance=True).full_bias
 
 

@@ -238,7 +238,7 @@ caches.register(_has_slope.cache_clear)
 
 
 def _light(program: Program, learned: bool = False) -> bool:
-    """Return whether dS = P (dP - delta), and no bias or sum of gradients needs registers.
+    """Return whether dS = P (dP - delta), without a full bias or sums of captured gradients.
 
     Args:
         program: the score and mask graphs.

@@ -169,7 +169,7 @@ class BackwardSettings:
 
     @property
     def bias_first(self) -> bool:
-        """Return whether the main kernel initialises the accumulator of S to the bias."""
+        """Return whether the main kernel loads a full bias to the accumulator of S."""
         return bool(self.values.get("bias_first"))
 
     @property

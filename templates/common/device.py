@@ -138,7 +138,13 @@ def pinned(x: Any) -> Any:
 
 
 def settle(values: cute.Tensor) -> None:
-    """Keep the compiler from moving what writes `values`, f32, past a fence that follows."""
+    """Complete all writes to `values` before the next fence.
+
+    The compiler could otherwise move a write behind the fence, next to the MMAs that read it.
+
+    Args:
+        values: f32, in registers.
+    """
     for i in range(cute.size(values)):
         values[i] = pinned(values[i])
 

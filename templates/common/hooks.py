@@ -181,7 +181,7 @@ class ForwardHooks(Protocol):
         places: Sequence[tuple[int, int]],
         known: Any = None,
     ) -> list[Value]:
-        """Return the bias of each score, divided by `factor`.
+        """Compute the bias of each score, divided by `factor`.
 
         Called only if the config says `bias_first`. Then x does not include the bias.
 
@@ -194,7 +194,9 @@ class ForwardHooks(Protocol):
     def bias_row(
         self, site: Any, q: Value, kv: Value, offsets: Sequence[Any], paired: bool
     ) -> list[Any]:
-        """Load the bias of scores in row `q`, for `initial_scores`; `bias_is_along_rows` must hold.
+        """Load the bias of several scores of row `q`, for `initial_scores`.
+
+        Called only if `bias_is_along_rows` returns True.
 
         Args:
             kv: a column.
@@ -204,11 +206,11 @@ class ForwardHooks(Protocol):
         ...
 
     def bias_is_along_rows(self, site: Any) -> bool:
-        """Return whether neighbouring columns read neighbouring elements of the bias."""
+        """Return whether the biases of a row are neighbours in memory."""
         ...
 
     def pairs_are_aligned(self, site: Any) -> Value:
-        """Return whether `bias_row` may load pairs of columns, the first of which is even (Boolean)."""
+        """Return whether two biases, the first in an even column, are aligned for one load (Boolean)."""
         ...
 
     def factor(self, site: Any, head: Values) -> Value:

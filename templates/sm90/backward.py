@@ -521,7 +521,15 @@ class Backward:
     def begin_tile(
         self, captured: list, others: list, record: Int32, column0: Int32, out: Outputs
     ) -> KvBlock:
-        """Return the values that a thread uses for the whole work tile whose record is at `record`."""
+        """Compute the values that a thread uses for a whole work tile.
+
+        Args:
+            captured: captured tensors.
+            others: the gradient of the entropies, or the state of dropout.
+            record: index of the work tile's record in shared memory.
+            column0: the thread's first column within the kv block.
+            out: destinations of the results.
+        """
         p, words = out.problem, (WorkTile.KV_BLOCK, WorkTile.HEAD, WorkTile.BATCH)
         kv_block, h, b = (out.info[record + i] for i in words)
         scaled = self.lse_in_mma.scale(p.scale)
@@ -577,7 +585,7 @@ class Backward:
         return block
 
     def q_block_at(self, w: Consumer, s: Int32, lse: Any = None, delta: Any = None) -> QBlock:
-        """Return the q block in stage `s` of Q, with LSE and delta of the thread's rows if needed."""
+        """Describe the q block in stage `s` of Q; `lse` and `delta` are those of `QBlock`."""
         # read where it is used, which takes no register until then
         packed_row = w.smem.info.iterator + Word.PACKED_ROW + s if self.config.pack_gqa else None
         return QBlock(w.smem.info[s], w.row0, lse, delta, packed_row)

@@ -1,24 +1,21 @@
-"""Add the bias of each score by initialising the accumulator of S to it, in the Hopper backward.
+"""Load a full bias to the accumulator of S before S = K Q^T is computed, in the Hopper backward.
 
-A full bias has an element for each score, which is read once. If a thread reads it when it computes
-P, it waits for memory in every q block. Here the bias of the next q block is loaded while the MMAs of
-dV, dQ and dK run: the registers of S are free then. The MMAs of S accumulate onto the bias, so it is
-divided by the factor of the scores first.
+A full bias has one element for each score. A thread that loads an element when it computes P waits
+for memory in every q block. Instead, the bias of the next q block is loaded while the MMAs of dK run,
+when the registers of S are free. The MMAs of S then add K Q^T to it. The bias is first divided by the
+factor of the scores, because S is multiplied by this factor later.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 class BiasFirst:
@@ -32,9 +29,15 @@ class BiasFirst:
         self.softmax = softmax
 
     def load(self, block: QBlock, tile: KvBlock, scores: cute.Tensor) -> None:
-        """Set `scores`, f32 in the layout of S, to the bias divided by the factor of the scores."""
+        """Load the bias of a q block, divided by the factor of the scores, to `scores`.
+
+        Args:
+            block: the q block.
+            tile: values of the kv block.
+            scores: f32, accumulator of S.
+        """
         softmax, first = self.softmax, self.softmax.first_row(block)
-        tile = fresh(tile, block.word)
+        tile = recompute_addresses(tile, block.word)
         hooks, along = softmax.hooks, softmax.hooks.bias_is_along_rows(tile.site)
         (left, *_), (right, *_) = tile.columns
         for g in range(cute.size(scores) // 4):
@@ -60,10 +63,17 @@ def wait_unless(last: cutlass.Boolean, full: cute.Pointer, phase: cutlass.Int32)
         cute.arch.mbarrier_wait(full, phase)
 
 
-def fresh(tile: KvBlock, changing: Any) -> KvBlock:
-    """Return a copy of `tile` from which addresses are computed anew where `changing` changes.
+def recompute_addresses(tile: KvBlock, changing: Any) -> KvBlock:
+    """Make the compiler compute the addresses of a kv block inside the loop over q blocks.
 
-    Addresses that a loop keeps would take registers.
+    The compiler would otherwise compute them before the loop, and they would occupy registers.
+
+    Args:
+        tile: values of the kv block.
+        changing: an Int32 that changes in the loop.
+
+    Returns:
+        A copy of `tile` with the same values.
     """
     site = tile.site
     b, h = (device.recomputed(x, changing) for x in (site.b, site.h))

@@ -20,7 +20,7 @@ from attnkit.templates.common import device
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.work_tile import APPLY_MASK
-from attnkit.templates.sm90.backward_bias_first import fresh
+from attnkit.templates.sm90.backward_bias_first import recompute_addresses
 from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -92,7 +92,7 @@ class CapturedGrads(PlaceRuns):
         learned = self.hooks.gradient_levels
         diagonals: list[Any] = [Diagonals() if level == "relative" else None for level in learned]
         d0 = first - tile.first_column  # not clamped to the tensors: lanes are offset from it
-        fresh_tile = fresh(tile, block.word) if "element" in learned else tile
+        local = recompute_addresses(tile, block.word) if "element" in learned else tile
         for g in range(cute.size(probs) // 4):
             ps = [probs[4 * g + i] for i in range(4)]
             grads = [x * dp[4 * g + i] for i, x in enumerate(ps)]
@@ -105,7 +105,7 @@ class CapturedGrads(PlaceRuns):
                 if level == "relative":
                     self._add_along(i, diagonals[i].take(grads), d0, site, sums)
                 elif level == "element":
-                    self._add_elements(i, first + 8 * g, fresh_tile, grads, sums)
+                    self._add_elements(i, first + 8 * g, local, grads, sums)
                 else:
                     self._add(i, level, at, site, rows, columns, grads, [], sums)
                 at += RUNNING[level]

@@ -148,7 +148,10 @@ class ConsumerMma:
         cute.copy(self.copy_k, source, self.k_to[None, None, step])
 
     def issue_s(self, stage: Int32, k_stage: Int32) -> None:
-        """Issue S^T = K Q^T; less LSE / scale with `less_lse`, plus S^T with `bias_first`."""
+        """Issue S^T = K Q^T.
+
+        With `less_lse`, subtract LSE / scale. With `bias_first`, add the bias that S contains.
+        """
         for k in range(cute.size(self.k, mode=[2])):
             mmas = self.overwrite if k == 0 and not self.config.bias_first else self.accumulate
             if k < self.held_steps:

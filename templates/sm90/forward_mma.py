@@ -103,7 +103,7 @@ class ForwardMma:
             self.slope.mma.set(warpgroup.Field.ACCUMULATE, True)
 
     def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
-        """Issue S = Q K^T, or S += Q K^T with `bias_first`, and commit it as one wgmma group.
+        """Issue S = Q K^T asynchronously as one wgmma group; with `bias_first`, S += Q K^T.
 
         Args:
             q_tile: index of the 64 rows in shared memory: warpgroup + warpgroups * stage.

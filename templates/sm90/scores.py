@@ -233,10 +233,11 @@ class Scores:
     def load_bias(
         self, tile: TileValues, kv_block: Int32, masked: bool, acc_s: cute.Tensor
     ) -> None:
-        """Set the accumulator of S to the bias of a kv block, in units of the raw score.
+        """Load the bias of a kv block, divided by the factor of the scores, to the accumulator of S.
 
-        Call `settle` before the MMAs that accumulate onto it. The elements of a full block are
-        loaded in pairs, if these are aligned: the first-level cache would limit the kernel.
+        Call `device.settle` before the MMAs that add to it. Two neighbouring columns are loaded at
+        once if they are aligned and the block is inside the tensors, because the first-level cache
+        limits the kernel.
         """
         # addresses that the mainloop keeps would take registers
         b, h = (device.recomputed(x, kv_block) for x in (tile.site.b, tile.site.h))
@@ -253,7 +254,7 @@ class Scores:
     def _load_bias_in_pairs(
         self, paired: Boolean, tile: TileValues, kv_block: Int32, acc_s: cute.Tensor
     ):
-        """Load the bias in pairs if `paired` is set, which implies that no column is outside."""
+        """Load two columns at once if `paired` is set; no column may then be outside the tensors."""
         if paired:
             self._load_bias(tile, kv_block, False, True, acc_s)
         else:
