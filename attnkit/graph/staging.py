@@ -98,6 +98,15 @@ def reads_along_kv(load: Node) -> bool:
     return bool(steps) and steps[-1] == 1 and not any(step != 0 for step in steps[:-1])
 
 
+def reads_rows(load: Node) -> bool:
+    """Return whether a load reads whole rows at equal distances, as in table[h, q + 3, kv].
+
+    Examples of others are table[h, order[q], kv] and table[h, q, kv + 3], which begins in column 3.
+    """
+    equal = all(n.type == I32 and _coefficients(n) is not None for n in load.args)
+    return equal and reads_along_kv(load) and load.args[-1] is ir.arg("kv")
+
+
 def reads_pair(load: Node) -> bool:
     """Return whether a load reads an entry of a float table for each pair of a row and a column.
 

@@ -24,6 +24,7 @@ from attnkit.graph.staging import (
     pair_load,
     reads_along_kv,
     reads_pair,
+    reads_rows,
     stage,
 )
 from attnkit.tracing.tracer import trace
@@ -245,3 +246,20 @@ def test_loads_along_kv() -> None:
         ([], False),
     ):
         assert reads_along_kv(load(0, F32, index)) is along
+
+
+def test_loads_of_rows() -> None:
+    q, kv, h = arg("q"), arg("kv"), arg("h")
+    for index, rows in (
+        ([h, q, kv], True),
+        ([build("neg", q), kv], True),
+        ([kv], True),
+        ([q, build("add", kv, const(4))], False),
+        ([build("sub", kv, q)], False),
+        ([load(1, I32, [q]), kv], False),
+        ([build("mul", q, const(2)), kv], False),
+        ([kv, kv], False),
+        ([kv, q], False),
+        ([], False),
+    ):
+        assert reads_rows(load(0, F32, index)) is rows
