@@ -18,7 +18,7 @@ from tests.sampling import crossed, first_of, sampled
 from tests.templates.test_sm90_forward import BF16, FP16, check, close, draw
 
 CAUSAL = masks.causal()
-Q_LEN, KV_LEN = 200, 260
+Q_LEN, KV_LEN = 200, 262  # rows of 8 bytes more than whole copies, see `copied_bias`
 BIAS, BY_BATCH = torch.randn(6, Q_LEN, KV_LEN), torch.randn(2, 2, Q_LEN, KV_LEN)
 ROWS = torch.randn(Q_LEN)
 LATER = torch.randn(Q_LEN + 3, KV_LEN)  # read from row 3 on, as by queries that follow a cache
