@@ -43,6 +43,11 @@ class BiasLoads:
         )
         return all(t.element_type in PAIRED for t in found) and all(contiguous) and all(exact)
 
+    def dtype(self, tensors: Sequence[Any]) -> Any:
+        """Return the type of the only bias in memory."""
+        (load,) = self.loads
+        return tensors[int(str(load.attr))].element_type
+
     def places(self, site: Any, tensors: Sequence[Any], q: Any, kv: Any) -> list[Any]:
         """Emit pointers to the elements that the score at (q, kv) reads."""
         places = []
@@ -89,6 +94,21 @@ class BiasLoads:
                 size = 2 * place.dtype.width // 8
                 result = result & ((place.toint() & (size - 1)) == 0)
         return result
+
+
+def factor_of(load: Node, root: Node) -> float | None:
+    """Return c if `root` is c * load, or None if it may be something else."""
+    if root is load:
+        return 1.0
+    if root.op == "neg":
+        inner = factor_of(load, root.args[0])
+        return None if inner is None else -inner
+    if root.op == "mul":
+        for part, number in (root.args, root.args[::-1]):
+            inner = factor_of(load, part) if number.op == "const" else None
+            if inner is not None:
+                return inner * float(str(number.attr))
+    return None
 
 
 def _pair(place: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import cutlass
 from cutlass import Float32
 
-from attnkit.codegen.bias_loads import BiasLoads
+from attnkit.codegen.bias_loads import BiasLoads, factor_of
 from attnkit.codegen.block_loads import BlockLoads, column_group, reads_by_group
 from attnkit.codegen.emit_cute import LOAD_INDICES, emit, load_place
 from attnkit.codegen.instruction_cost import instructions
@@ -242,6 +242,29 @@ class GraphForward:
     def bias_is_along_rows(self, site: Any) -> bool:
         """Return whether the biases of a row are neighbours in memory, as `bias_row` requires."""
         return self._bias_loads.along_rows(self._tensors(site)[0])
+
+    def bias_place(self, site: Any, q: Any, kv: Any) -> Any:
+        """Emit a pointer to the bias of the score at (q, kv)."""
+        (place,) = self._bias_loads.places(site, self._tensors(site)[0], q, kv)
+        return place
+
+    def bias_type(self, site: Any) -> Any:
+        """Return the type of the biases in memory."""
+        return self._bias_loads.dtype(self._tensors(site)[0])
+
+    def scores_of_biases(
+        self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any],
+        biases: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """Emit what `initial_scores` returns, if the bias of each element is loaded already."""
+        (load,) = self._bias_loads.loads
+        factor = None if self.form.bias is None else factor_of(load, self.form.bias)
+        if factor is None:
+            known = [{load: x} for x in biases]
+            return self.initial_scores(site, head, rows, columns, places, known)
+        # one multiplication for each score; the compiler may not join two
+        number = Float32(factor) / head[3]
+        return [x * number for x in biases]
 
     def _group(self, site: Any, r: int, j: int) -> tuple[int, int] | None:
         """Return the row and group of columns whose scores read the same elements; None if none."""

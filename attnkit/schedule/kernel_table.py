@@ -26,7 +26,7 @@ class Kernel:
         ctas: CTAs that share the products of a query tile.
         value_parts: CTAs, on Blackwell work tiles, that each compute one part of the value columns of a
             query tile.
-        bias_first: see the `ForwardConfig` of the Hopper template.
+        bias_first, bias_stages, bias_bytes: see the `ForwardConfig` of the Hopper template.
     """
 
     block: tuple[int, int]
@@ -36,6 +36,8 @@ class Kernel:
     ctas: int = 1
     value_parts: int = 1
     bias_first: bool = False
+    bias_stages: int = 0
+    bias_bytes: int = 4
 
 
 Table: TypeAlias = tuple[tuple[int, int, tuple[Kernel, ...]], ...]

@@ -41,7 +41,7 @@ from attnkit.splice.program import Program
 from attnkit.splice.run_time_numbers import KernelGraphs, kernels_for
 from attnkit.splice.runs_cache import wait_for_tables
 from attnkit.splice.template_registry import forward_template
-from attnkit.splice.tma import has_tma_strides, have_tma_strides
+from attnkit.splice.tma import begins_aligned, has_tma_strides, have_tma_strides
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
 from attnkit.util.outputs import output_strides
@@ -128,7 +128,9 @@ def prepare(kernel_call: KernelCall, inputs: ForwardInputs) -> ForwardCall:
     """
     qkv, captured = (inputs.query, inputs.key, inputs.value), inputs.captured
     sizes = tuple((t.shape, t.stride()) for t in qkv)
-    kinds = tuple((t.dtype, t.device, t.shape, t.stride()) for l in captured for t in l)
+    kinds = tuple(
+        (t.dtype, t.device, t.shape, t.stride(), begins_aligned(t)) for l in captured for t in l
+    )
     device = inputs.query.device
     workers = worker_count(device, kernel_call.spec.emulated)
     key = kernel_call, sizes, inputs.query.dtype, device, kinds, inputs.scale > 0, workers
@@ -255,6 +257,9 @@ def _kernel(
     arguments = tuple(captured_arguments(variant, captured, read, device))
     masked = variant.mask is not None or variant.lists_override_mask
     chosen = template.fit(chosen, variant.form, masked, variant.dropout)
+    if chosen.bias_first and template.copy_bias is not None:
+        tensors = [graphs.scores[slot] for slot in variant.slots[0]]
+        chosen = template.copy_bias(chosen, head_dims, variant, tensors)
     dtype = str(query.dtype).removeprefix("torch.")
     needed = kernel_call.need_max, kernel_call.need_entropy
     config = template.config(variant.form, chosen, dtype, head_dims, *needed, target.arch)

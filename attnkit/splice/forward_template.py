@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnkit.codegen.score_form import ScoreForm
     from attnkit.jit.artifact import Build
     from attnkit.schedule.kernel_table import Kernel
@@ -42,6 +44,9 @@ class ForwardTemplate(NamedTuple):
         edge_only: (score_mod, config) -> whether the config of a call without a mask gets the
             argument `edge_only`.
         checks_data: whether the kernel can compare captured data with its fingerprints.
+        copy_bias: (kernel with `bias_first`, head dims, variant, tensors that its score_mod reads,
+            by slot) -> the kernel, adapted to copy the bias to shared memory if it can. None if no
+            kernel can.
     """
 
     choose: Callable[
@@ -55,3 +60,4 @@ class ForwardTemplate(NamedTuple):
     pair_table: Callable[[dict[str, Any], Sequence[int]], bool]
     edge_only: Callable[[ScoreForm, dict[str, Any]], bool]
     checks_data: bool
+    copy_bias: Callable[[Kernel, HeadDims, ForwardVariant, Sequence[Tensor]], Kernel] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,13 @@ from attnkit.schedule.kernel_table import (
 )
 from attnkit.schedule.work_list import retile
 from attnkit.sparsity.block_runs import BlockRuns
+from attnkit.splice.copied_bias import copied_bias
 from attnkit.splice.forward_template import ForwardTemplate
 from attnkit.splice.forward_variant import ForwardVariant
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnkit.splice.kernel_layout import Layout
     from attnkit.templates.sm90.config import ForwardConfig
 
@@ -141,6 +145,8 @@ def config_of(
         config["slope_in_mma"] = True
     elif kernel.bias_first:
         config["bias_first"] = True
+        if kernel.bias_stages:
+            config |= {"bias_stages": kernel.bias_stages, "bias_bytes": kernel.bias_bytes}
         if need_entropy:  # its exponents occupy the registers that a second P would need
             config |= {"softmax": "online", "double_buffer_p": False}
     elif (
@@ -188,7 +194,8 @@ def layout_of(config: dict[str, Any]) -> Layout:
     consumer, producer = settings.registers
     groups = range(settings.warpgroups)
     consumers = (Role(f"consumer {w}", range(4 + 4 * w, 8 + 4 * w), consumer) for w in groups)
-    roles = (Role("load", range(1), producer), *consumers)
+    copies = (Role("copy bias", range(2, 4), producer),) if "bias_stages" in config else ()
+    roles = (Role("load", range(1), producer), *copies, *consumers)
     return Layout(roles, (), settings.smem_bytes, 2 * settings.stages)
 
 
@@ -206,6 +213,40 @@ def pair_table(config: dict[str, Any], shape: Sequence[int]) -> bool:
     settings = ForwardConfig(**config | {"pair_table": True})
     small = shape[-2] <= TABLE_ROWS and shape[-1] <= TABLE_COLUMNS
     return small and settings.smem_bytes <= SMEM_BYTES
+
+
+def copy_bias(
+    kernel: Kernel,
+    head_dims: tuple[int, int],
+    variant: ForwardVariant,
+    tensors: Sequence[Tensor],
+) -> Kernel:
+    """Adapt a kernel to a bias that idle warps copy to shared memory, if they can.
+
+    Tiles of half as many columns leave more room. A copy has to begin at least a block ahead.
+
+    Args:
+        kernel: a kernel with `bias_first`.
+        head_dims: head dims of query and key, and of value.
+        variant: the variant that the kernel computes.
+        tensors: tensors that its score_mod reads, by slot.
+    """
+    from attnkit.templates.sm90.config import SMEM_BYTES, ForwardConfig
+
+    bias = copied_bias(variant.form.bias, tensors, variant.indices)
+    if bias is None:
+        return kernel
+    size = bias.element_size()
+    rows, widest = kernel.block
+    head_dim, head_dim_v = padded_head_dims(head_dims)
+    for columns, stages in itertools.product((widest, min(widest, NARROW)), (4, 2)):
+        config = ForwardConfig(
+            head_dim=head_dim, head_dim_v=head_dim_v, block_kv=columns, bias_first=True,
+            bias_stages=stages, bias_bytes=size,
+        )  # fmt: skip
+        if config.smem_bytes <= SMEM_BYTES:
+            return replace(kernel, block=(rows, columns), bias_stages=stages, bias_bytes=size)
+    return kernel
 
 
 def edge_only(form: ScoreForm, config: dict[str, Any]) -> bool:
@@ -259,4 +300,5 @@ FORWARD = ForwardTemplate(
     pair_table=pair_table,
     edge_only=edge_only,
     checks_data=True,
+    copy_bias=copy_bias,
 )

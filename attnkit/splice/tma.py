@@ -24,9 +24,14 @@ def have_tma_strides(tensors: Sequence[Tensor]) -> bool:
     return all(has_tma_strides(t.shape, t.stride(), t.element_size()) for t in tensors)
 
 
+def begins_aligned(t: Tensor) -> bool:
+    """Return whether the address of a tensor is a multiple of 16 bytes."""
+    return t.data_ptr() % 16 == 0
+
+
 def loadable(t: Tensor) -> Tensor:
     """Return `t`, detached, if TMA can read it; otherwise return a contiguous copy."""
     t = t.detach()
-    if t.data_ptr() % 16 == 0 and have_tma_strides([t]):
+    if begins_aligned(t) and have_tma_strides([t]):
         return t
     return t.contiguous().clone() if t.is_contiguous() else t.contiguous()

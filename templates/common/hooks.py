@@ -213,6 +213,23 @@ class ForwardHooks(Protocol):
         """Return whether two biases, the first in an even column, are aligned for one load (Boolean)."""
         ...
 
+    def bias_place(self, site: Any, q: Value, kv: Value) -> Any:
+        """Return a pointer to the bias of the score at (q, kv), if there is only one bias."""
+        ...
+
+    def bias_type(self, site: Any) -> Any:
+        """Return the type of the biases in memory, if there is only one bias."""
+        ...
+
+    def scores_of_biases(
+        self, site: Any, head: Values, rows: Any, columns: Any, places: Any, biases: Sequence[Value]
+    ) -> list[Any]:
+        """Return what `initial_scores` returns, if there is only one bias.
+
+        `biases` holds that of each score in `places`, as it is in memory.
+        """
+        ...
+
     def factor(self, site: Any, head: Values) -> Value:
         """Return the positive factor of x for the whole tile, or None for 1."""
         ...

@@ -51,6 +51,10 @@ class ForwardConfig:
             `chained`.
         bias_first: the accumulator of S is initialised to the bias, see the hook `initial_scores`.
             Needs `chained`.
+        bias_stages: stages of each consumer warpgroup's ring of tiles of the bias, to which warps
+            that are idle otherwise copy them, see `bias_in_smem`; a power of two. If it is 0, the
+            consumers load the bias themselves. Needs `bias_first`.
+        bias_bytes: bytes of a number in these tiles, 2 or 4.
     """
 
     dtype: str = "bfloat16"
@@ -71,6 +75,8 @@ class ForwardConfig:
     pair_table: bool = False
     slope_in_mma: bool = False
     bias_first: bool = False
+    bias_stages: int = 0
+    bias_bytes: int = 4
 
     @property
     def weights(self) -> bool:
@@ -111,6 +117,8 @@ class ForwardConfig:
         if self.warpgroups == 2 and not {self.head_dim, self.head_dim_v} <= {64, 128}:
             # these rows need more TMA boxes per load, and therefore more producer registers
             return 232, 40
+        if self.bias_stages:  # copies need producer registers too
+            return 232, 40
         return {1: (256, 56), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
     @property
@@ -144,8 +152,18 @@ class ForwardConfig:
         return 4 * self.block_kv if self.slope_in_mma else 0
 
     @property
+    def bias_tile_bytes(self) -> int:
+        """Bytes of the bias of a warpgroup's rows and a kv block."""
+        return WARPGROUP_ROWS * self.block_kv * self.bias_bytes
+
+    @property
+    def bias_ring_bytes(self) -> int:
+        """Bytes of the rings of the bias of all warpgroups."""
+        return self.warpgroups * self.bias_stages * self.bias_tile_bytes
+
+    @property
     def smem_bytes(self) -> int:
-        """Shared memory bytes per CTA: Q, the K and V rings, O, tables, barriers and records."""
-        ring = self.stages * (self.k_bytes + self.v_bytes)
+        """Shared memory bytes per CTA: Q, the rings of K, V and bias, O, tables, barriers, records."""
+        ring = self.stages * (self.k_bytes + self.v_bytes) + self.bias_ring_bytes
         tables = 4 * (self.table_floats + self.column_words)
         return self.q_stages * self.q_bytes + ring + self.o_bytes + tables + SMEM_ALIGNMENT

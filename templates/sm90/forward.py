@@ -4,7 +4,8 @@ The kernel is persistent, with one CTA per SM. The warps of a CTA have these rol
 
     warp 0              producer: iterates over the kv blocks of a work tile, loads Q, K, V by TMA
     warp 1              tile scheduler: fetches work tiles, longest first
-    warps 2 and 3       write the fully masked tiles, compare captured data with its fingerprints
+    warps 2 and 3       write the fully masked tiles, compare captured data with its fingerprints;
+                        before that, copy a full bias to shared memory, see `bias_in_smem`
     warpgroups 1 and up consumers, 64 query rows each
 
 A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P from
@@ -36,6 +37,7 @@ from attnkit.templates.common.forward_work import Scalars
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
+from attnkit.templates.sm90.bias_in_smem import BiasCopier, BiasRing
 from attnkit.templates.sm90.config import (
     SMEM_ALIGNMENT,
     WARPGROUP_ROWS,
@@ -93,13 +95,14 @@ class ConsumerThread:
 
 @dataclass(frozen=True)
 class Consumer:
-    """Holds the state of a consumer thread for the whole kernel."""
+    """Holds the state of a consumer thread for the whole kernel; no ring of the bias is None."""
 
     thread: ConsumerThread
     mma: ForwardMma
     state: RowState
     smem: SharedMemory
     bars: ForwardBarriers
+    bias: BiasRing | None
 
 
 class Forward:
@@ -119,6 +122,7 @@ class Forward:
         self.scores = Scores(config, hooks)
         self.softmax = Softmax(config, hooks, self.scores)
         self.epilogue = Epilogue(config, hooks)
+        self.bias_copier = BiasCopier(config, hooks)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -279,6 +283,9 @@ class Forward:
         if const_expr(c.slope_in_mma):
             columns = allocator.allocate_array(Int32, c.column_words, byte_alignment=128)
             write_columns(columns, c.block_kv)
+        biases = None  # memory of the rings of the bias, see `bias_in_smem`
+        if const_expr(c.bias_stages):
+            biases = allocator.allocate_array(Int32, c.bias_ring_bytes // 4, byte_alignment=128)
         bars = ForwardBarriers.at(storage.barriers.data_ptr(), c)
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
@@ -293,12 +300,15 @@ class Forward:
         consumer_registers, producer_registers = c.registers
         if warp < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(producer_registers)
+            runs = partial_runs, full_runs
             if warp == PRODUCER_WARP:
-                runs = partial_runs, full_runs
                 self.producer.run(atoms[:3], tiles[:3], smem, bars, runs, scalars)
             elif warp == SCHEDULER_WARP:
                 self.scheduler.run(work_tiles, counter, smem.next_tile, bars.work)
             else:
+                if const_expr(c.bias_stages):
+                    wg = warp - CLEARING_WARP
+                    self.bias_copier.run(wg, biases, smem.next_tile, bars, runs, captured, scalars)
                 self.epilogue.clear_masked_tiles(
                     work_tiles, results, captured, warp - CLEARING_WARP
                 )
@@ -310,7 +320,8 @@ class Forward:
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = atoms[3], tiles[3]
-            self.consume(mmas, smem, tables, columns, output, bars, results, captured, scalars)
+            memory = tables, columns, biases
+            self.consume(mmas, smem, memory, output, bars, results, captured, scalars)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
         """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
@@ -329,16 +340,28 @@ class Forward:
         self,
         mmas: tuple,
         smem: SharedMemory,
-        tables: Any,
-        columns: Any,
+        memory: tuple,
         tma_o: tuple,
         bars: ForwardBarriers,
         results: Results,
         captured: list,
         scalars: Scalars,
     ):
-        """Run a consumer warpgroup: the MMAs, softmax and epilogue of each work tile."""
+        """Run a consumer warpgroup: the MMAs, softmax and epilogue of each work tile.
+
+        Args:
+            mmas: see `ForwardMma.create`.
+            smem: the tiles in shared memory.
+            memory: shared memory of the tables of pairs, of the columns of a slope and of the rings
+                of the bias; None for what the config does not need.
+            tma_o: TMA atom and tensor of the output.
+            bars: the mbarriers.
+            results: the tensors to write.
+            captured: captured tensors.
+            scalars: scalar arguments of the call.
+        """
         c = self.config
+        tables, columns, biases = memory
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -348,7 +371,10 @@ class Forward:
         mma = ForwardMma.create(c, mmas, smem, ct, columns)
         state = RowState.create(c.need_entropy)
         mma.set_accumulate()
-        consumer = Consumer(thread, mma, state, smem, bars)
+        ring = None
+        if const_expr(c.bias_stages):
+            ring = BiasRing.of(c, biases, bars, wg)
+        consumer = Consumer(thread, mma, state, smem, bars, ring)
         output = self.epilogue.output_tile(mma, smem.o, tma_o, ct)
 
         if wg == 0:
@@ -368,7 +394,8 @@ class Forward:
                 if const_expr(c.slope_in_mma):
                     self.write_slope(tile_idx, consumer, captured, scalars)
                 if const_expr(c.bias_first):
-                    self.load_first_bias(kv_block, next_tile[0], consumer, captured, scalars)
+                    first = kv_block, kv_pos
+                    self.load_first_bias(first, next_tile[0], consumer, captured, scalars)
                     device.settle(mma.acc_s)
                 warpgroup.fence()
                 mma.issue_qk(wg, 0)
@@ -550,7 +577,8 @@ class Forward:
             self.write_slope(tile_idx - again, consumer, captured, scalars)
         if const_expr(c.bias_first):
             work = Work.read(info, record_of(tile_idx - again))
-            self.load_first_bias(kv_block, work, consumer, captured, scalars)
+            first = kv_block, kv_pos - again
+            self.load_first_bias(first, work, consumer, captured, scalars)
         pingpong_wait(wg)
         if const_expr(c.bias_first):
             device.settle(mma.acc_s)
@@ -569,14 +597,35 @@ class Forward:
         operands.write(self.hooks.column_slope(self.hooks.head(site)))
 
     def load_first_bias(
-        self, kv_block: Int32, work: Work, consumer: Consumer, captured: list, scalars: Scalars
+        self,
+        first: tuple[Int32, Int32],
+        work: Work,
+        consumer: Consumer,
+        captured: list,
+        scalars: Scalars,
     ) -> None:
-        """Load the bias of a work tile's first kv block to the accumulator of S."""
+        """Load the bias of a work tile's first kv block to the accumulator of S.
+
+        `first` holds the number of the kv block and its position in the rings.
+        """
         site, place = self._place(work, consumer.thread, captured, scalars)
         first_column = consumer.thread.lane % 4 * 2
         # without the number of heads, which only dropout needs
         tile = self.scores.begin_tile(site, first_column, place.row, Int32(0))
-        self.scores.load_bias(tile, kv_block, True, consumer.mma.acc_s)
+        kv_block, kv_pos = first
+        self.load_bias(tile, kv_block, kv_pos, True, consumer)
+
+    def load_bias(
+        self, tile: TileValues, kv_block: Int32, kv_pos: Int32, masked: bool, consumer: Consumer
+    ) -> None:
+        """Load the bias of a kv block to the accumulator of S, from shared memory if it is there."""
+        ring, scores, acc_s = consumer.bias, self.scores, consumer.mma.acc_s
+        if ring is None:
+            scores.load_bias(tile, kv_block, masked, acc_s)
+        else:
+            thread, dtype = consumer.thread, self.hooks.bias_type(tile.site)
+            values = ring.read(kv_pos, thread.row, thread.lane, dtype)
+            scores.begin_with_bias(tile, kv_block, masked, values, acc_s)
 
     def mainloop_step(
         self,
@@ -611,7 +660,7 @@ class Forward:
         else:
             bits, clamps, mask = scores.mask_bits(tile, kv_block, masked), masked, None
         if self.config.bias_first:  # arrives while the other warpgroups have their turns
-            scores.load_bias(tile, kv_block, clamps, mma.acc_s)
+            self.load_bias(tile, kv_block, kv_pos, clamps, consumer)
         pingpong_wait(warpgroup_idx)
         if self.config.bias_first:
             device.settle(mma.acc_s)

@@ -9,7 +9,12 @@ from typing import Any
 from cutlass import Int32, cute
 
 from attnkit.templates.common.constants import ONE_ARRIVAL
-from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_THREADS, ForwardConfig
+from attnkit.templates.sm90.config import (
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+    ForwardConfig,
+)
 
 
 class NamedBarrier(IntEnum):
@@ -69,32 +74,44 @@ class ForwardBarriers:
 
     Attributes:
         work: one stage, the next work tile. Full: its words are in shared memory. Empty: every lane
-            of the producer warp has read them.
+            of the producer warp, and of the warps that copy the bias, has read them.
         q: query tiles. Full: Q has arrived, and the work tile's record is written. Empty: every
             consumer warp has finished the last Q K of the tile.
         k: K blocks. Full: K has arrived, and the block's number is written. Empty: the consumers
             have read both.
         v: V blocks. Full: V has arrived. Empty: every consumer warp has finished P V.
+        biases: for each consumer warpgroup, its tiles of the bias; none without them. Full: every
+            lane's copies have arrived. Empty: every warp of the warpgroup has read the tile.
     """
 
     work: Pipeline
     q: Pipeline
     k: Pipeline
     v: Pipeline
+    biases: tuple[Pipeline, ...] = ()
 
     @staticmethod
     def count(config: ForwardConfig) -> int:
         """Return the number of mbarriers: a full and an empty one for each stage."""
-        return 2 * (1 + config.q_stages + 2 * config.stages)
+        biases = config.warpgroups * config.bias_stages
+        return 2 * (1 + config.q_stages + 2 * config.stages + biases)
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
         """Return the mbarriers, laid out in shared memory from address `base`."""
         rings = []
-        for stages in (1, config.q_stages, config.stages, config.stages):
+        biases = (config.bias_stages,) * (config.warpgroups if config.bias_stages else 0)
+        for stages in (1, config.q_stages, config.stages, config.stages, *biases):
             rings.append(Pipeline(base, base + stages, stages))
             base = base + 2 * stages
-        return cls(*rings)
+        work, q, k, v, *tiles = rings
+        return cls(work, q, k, v, tuple(tiles))
+
+    def bias(self, warpgroup: Int32) -> Pipeline:
+        """Return the ring of the bias of consumer warpgroup `warpgroup`."""
+        first = self.biases[0]
+        step = 2 * first.stages * warpgroup
+        return Pipeline(first.full + step, first.empty + step, first.stages)
 
     def init(self, config: ForwardConfig) -> None:
         """Initialise the mbarriers with their arrival counts; called by one thread."""
@@ -102,7 +119,8 @@ class ForwardBarriers:
         mbarrier_init = cute.arch.mbarrier_init
         warps = config.consumer_warps
         mbarrier_init(self.work.full, ONE_ARRIVAL)
-        mbarrier_init(self.work.empty, WARP_THREADS)
+        readers = 1 + len(self.biases)  # warps that read the work tile: producer, bias copiers
+        mbarrier_init(self.work.empty, readers * WARP_THREADS)
         for s in range(self.q.stages):
             mbarrier_init(self.q.full + s, ONE_ARRIVAL)
             mbarrier_init(self.q.empty + s, warps)
@@ -112,6 +130,10 @@ class ForwardBarriers:
             # see `ForwardMma.release_k`
             mbarrier_init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
             mbarrier_init(self.v.empty + s, warps)
+        for ring in self.biases:
+            for s in range(ring.stages):
+                mbarrier_init(ring.full + s, WARP_THREADS)
+                mbarrier_init(ring.empty + s, WARPGROUP_WARPS)
 
 
 def pingpong_wait(warpgroup: Int32) -> None:

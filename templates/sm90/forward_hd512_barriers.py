@@ -30,7 +30,8 @@ class Hd512Barriers(ForwardBarriers):
         for stages in (1, config.q_stages, config.k_stages, config.v_stages):
             rings.append(Pipeline(base, base + stages, stages))
             base = base + 2 * stages
-        return cls(*rings)
+        work, q, k, v = rings
+        return cls(work, q, k, v)
 
     def init_all(self, config: Hd512Config) -> None:
         """Initialise the mbarriers with their arrival counts; called by one thread."""

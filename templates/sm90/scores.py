@@ -275,6 +275,25 @@ class Scores:
         for i, x in enumerate(values):
             acc_s[i] = x
 
+    def begin_with_bias(
+        self,
+        tile: TileValues,
+        kv_block: Int32,
+        masked: bool,
+        biases: list[Float32],
+        acc_s: cute.Tensor,
+    ) -> None:
+        """Initialise the accumulator of S as `load_bias` does, with biases that are loaded already.
+
+        They are in the order of the accumulator.
+        """
+        block = self.block_values(tile, kv_block, masked, cute.size(acc_s))
+        values = self.hooks.scores_of_biases(
+            tile.site, tile.head, tile.rows, block.columns, block.places, biases
+        )
+        for i, x in enumerate(values):
+            acc_s[i] = x
+
     def first_column(self, tile: TileValues, kv_block: Int32) -> Int32:
         """Return the first column of a kv block from its number in shared memory."""
         start: Int32 = self._positions(tile, kv_block)[0]
