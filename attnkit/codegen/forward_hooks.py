@@ -52,6 +52,8 @@ class GraphForward:
             scale above 0.
         bias_first: whether the kernel adds the bias before the score is complete, see the hook
             `initial_scores`. The form must be `full_bias`.
+        columns_in_mma: whether the kernel adds the bias, which depends on the column, see the hook
+            `column_terms`. The form must be `only_column`, and the softmax scale above 0.
         indices: which loads wrap negative indices, and which are clamped.
     """
 
@@ -68,6 +70,7 @@ class GraphForward:
         positive: bool = True,
         slope_in_mma: bool = False,
         bias_first: bool = False,
+        columns_in_mma: bool = False,
         indices: LoadIndices = LOAD_INDICES,
     ) -> None:
         self.form, self._mask, self._ends, self._scores = form, mask, ends, scores
@@ -78,7 +81,10 @@ class GraphForward:
         self.intervals = None if ends is None else len(ends)
         self._slope_in_mma = slope_in_mma
         self._bias_first = bias_first
-        self.only_scales = slope_in_mma or ((bias_first or form.plain) and positive)
+        self._columns_in_mma = columns_in_mma
+        self.only_scales = (
+            slope_in_mma or columns_in_mma or ((bias_first or form.plain) and positive)
+        )
         parts = [n for n in (form.factor, form.bias, form.slope) if n is not None]
         self.indices = indices
         self._score = Stages(parts, indices)
@@ -96,7 +102,7 @@ class GraphForward:
         )
         self.instruction_estimate = instructions(*parts)
         self.row_factor = form.factor is not None and "q" in ir.reads(form.factor)
-        self.prefetches = bool(
+        self.prefetches = not columns_in_mma and bool(
             self._score.nodes_at(Level.COLUMN) or self._score.nodes_at(Level.RELATIVE)
         )
 
@@ -144,7 +150,7 @@ class GraphForward:
             slope = emit([self.form.slope], env, scores, **options)[0]
         if (self.only_scales or self._bias_first) and self.form.factor is not None:
             factor = emit([self.form.factor], env, scores, **options)[0]
-        if self._bias_first:
+        if self._bias_first or self._columns_in_mma:
             # the bias is divided by it; scores times either factor round to zero beside a bias
             small = cutlass.max(factor, -factor) < Float32(MIN_BIAS_FACTOR)
             factor = cutlass.select_(small, Float32(MIN_BIAS_FACTOR), factor)
@@ -172,6 +178,13 @@ class GraphForward:
     def column_slope(self, head: Values) -> Any:
         """Return the number to add to x per column, counted from some column of a block, by an MMA."""
         return head[2]
+
+    def column_terms(self, site: Any, head: Values, kv: Sequence[Any]) -> list[Any]:
+        """Emit the bias of each column `kv`, divided by the factor of the scores."""
+        assert self.form.bias is not None
+        scores, _ = self._tensors(site)
+        at, inverse = self._score.nodes_at(Level.COLUMN).index(self.form.bias), 1.0 / head[3]
+        return [self._score.column(site, scores, head[0], x)[at] * inverse for x in kv]
 
     def block(self, site: Any, head: Values, kv: Any) -> Any:
         """Emit the term added to all x of a block whose columns are counted from `kv`; None for 0."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from attnkit.graph import ir
 from attnkit.graph.ir import F32, I32, Node, arg, const
 from attnkit.graph.simplify import build, cast
-from attnkit.graph.staging import Level, index_level, index_repeats, linear
+from attnkit.graph.staging import Level, index_level, index_repeats, level_of, linear
 
 LOG2E = math.log2(math.e)
 
@@ -86,6 +86,15 @@ class ScoreForm(NamedTuple):
     def only_slope(self) -> bool:
         """Return whether x is the score times the scale times a positive number, plus the slope."""
         return self.bias is None and self.slope is not None and self.positive
+
+    @property
+    def only_column(self) -> bool:
+        """Return whether x is the score times the scale times a positive number, plus a column's term.
+
+        An example is score - c[h, kv].
+        """
+        known = self.bias is not None and level_of(self.bias) is Level.COLUMN
+        return known and self.slope is None and self.positive and not self.weight
 
     @property
     def full_bias(self) -> bool:

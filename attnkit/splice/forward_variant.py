@@ -58,7 +58,11 @@ class ForwardVariant(NamedTuple):
         return [n for n in parts if n is not None]
 
     def hooks(
-        self, positive: bool, slope_in_mma: bool = False, bias_first: bool = False
+        self,
+        positive: bool,
+        slope_in_mma: bool = False,
+        bias_first: bool = False,
+        columns_in_mma: bool = False,
     ) -> ForwardHooks:
         """Build the hooks that the kernel calls.
 
@@ -66,6 +70,7 @@ class ForwardVariant(NamedTuple):
             positive: whether the softmax scale is above 0.
             slope_in_mma: whether the kernel adds slope * column by an MMA.
             bias_first: whether the kernel initialises the accumulator of S to the bias.
+            columns_in_mma: whether the kernel adds the bias of each column by an MMA.
         """
         from attnkit.codegen.forward_hooks import GraphForward
 
@@ -80,6 +85,7 @@ class ForwardVariant(NamedTuple):
             positive=positive,
             slope_in_mma=slope_in_mma,
             bias_first=bias_first,
+            columns_in_mma=columns_in_mma,
             indices=self.indices,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnkit.codegen.instruction_cost import instructions
 from attnkit.codegen.score_form import ScoreForm
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 CEILING = 48.0
 WIDEST = (128, 80)  # tile sizes for the widest head dims
 NARROW = 64  # columns of that tile with a score_mod
+EXTRA_STEPS = "slope_in_mma", "columns_in_mma"  # switches of the config for scales above 0
+LIGHT_TERM = 24  # most instructions of a term that one warp computes for all columns of a block
 
 
 def choose_kernel(
@@ -143,6 +146,8 @@ def config_of(
     elif form.only_slope and max(head_dim, head_dim_v) <= 128:
         # at larger head dims the operands fit neither in shared memory nor in registers
         config["slope_in_mma"] = True
+    elif _adds_columns_in_mma(form) and max(head_dim, head_dim_v) <= 128:
+        config["columns_in_mma"] = True
     elif kernel.bias_first:
         config["bias_first"] = True
         if kernel.bias_stages:
@@ -168,6 +173,17 @@ def config_of(
         # the terms per column, or exponents, occupy the registers that a second P would need
         config |= {"softmax": "online", "double_buffer_p": False}
     return config
+
+
+def _adds_columns_in_mma(form: ScoreForm) -> bool:
+    """Return whether one warp has time and registers for the term of each column.
+
+    The addresses of a second table of floats spilled registers.
+    """
+    if form.bias is None or not form.only_column:
+        return False
+    loads = [n.type for n in ir.topo(form.bias) if n.op == "load"]
+    return loads.count(ir.F32) <= 1 and len(loads) <= 2 and instructions(form.bias) <= LIGHT_TERM
 
 
 def tile_of(kernel: Kernel, head_dims: tuple[int, int]) -> tuple[int, int]:
@@ -274,10 +290,10 @@ def build(
     from attnkit.templates.sm90.forward_hd512_config import Hd512Config
 
     if not positive:  # the MMA's operand is divided by the scale
-        config = {name: x for name, x in config.items() if name != "slope_in_mma"}
+        config = {name: x for name, x in config.items() if name not in EXTRA_STEPS}
     settings = settings_of(config)
-    switches = (config.get(name, False) for name in ("slope_in_mma", "bias_first"))
-    hooks = variant.hooks(positive, *switches)
+    names = "slope_in_mma", "bias_first", "columns_in_mma"
+    hooks = variant.hooks(positive, *(config.get(name, False) for name in names))
     parts = settings.value_parts if isinstance(settings, Hd512Config) else 1
     tile, needed = (settings.block_q, parts * settings.head_dim_v), settings.need_entropy
     arguments = forward_arguments(settings.dtype, *head_dims, tile, captured, needed)

@@ -123,6 +123,13 @@ class ForwardHooks(Protocol):
         """
         ...
 
+    def column_terms(self, site: Any, head: Values, kv: Sequence[Value]) -> list[Value]:
+        """Return the term to add to x in each column `kv`.
+
+        Called only if the config says that an MMA adds this term. Then x does not include it.
+        """
+        ...
+
     def block(self, site: Any, head: Values, kv: Value) -> Value:
         """Return the term to add to all scores of a block whose columns count from `kv`, or None."""
         ...

@@ -16,6 +16,10 @@ TABLE_STRIDE = TABLE_COLUMNS + 1
 # copies would save little beside so long a mod, and the second takes seconds to compile.
 LONG_MOD = 40
 SMEM_ALIGNMENT = 1024  # alignment of a tile in shared memory: the period of the 128-byte swizzle
+# 32-bit words of operands in shared memory, see `columns_in_mma`
+CORE_WORDS = 32  # a core matrix: eight rows of eight bfloat16 numbers
+PARTS = 3  # bfloat16 numbers that represent a float32 number
+TERM_WORDS = 4 * PARTS  # the parts of eight columns' terms
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class ForwardConfig:
             that are idle otherwise copy them, see `bias_in_smem`; a power of two. If it is 0, the
             consumers load the bias themselves. Needs `bias_first`.
         bias_bytes: bytes of a number in these tiles, 2 or 4.
+        columns_in_mma: the MMAs of Q K also add a term of each column, see `columns_in_mma`. Needs
+            `chained`.
     """
 
     dtype: str = "bfloat16"
@@ -77,6 +83,7 @@ class ForwardConfig:
     bias_first: bool = False
     bias_stages: int = 0
     bias_bytes: int = 4
+    columns_in_mma: bool = False
 
     @property
     def weights(self) -> bool:
@@ -148,7 +155,12 @@ class ForwardConfig:
 
     @property
     def column_words(self) -> int:
-        """32-bit words of the columns' numbers in shared memory, see `slope_in_mma`."""
+        """32-bit words of the extra columns in shared memory.
+
+        See `slope_in_mma` and `columns_in_mma`.
+        """
+        if self.columns_in_mma:
+            return CORE_WORDS + self.stages * self.stage_words
         return 4 * self.block_kv if self.slope_in_mma else 0
 
     @property
@@ -160,6 +172,16 @@ class ForwardConfig:
     def bias_ring_bytes(self) -> int:
         """Bytes of the rings of the bias of all warpgroups."""
         return self.warpgroups * self.bias_stages * self.bias_tile_bytes
+
+    @property
+    def stage_words(self) -> int:
+        """32-bit words of the terms of a K block, see `columns_in_mma`; core matrices overlap."""
+        return (self.block_kv // 8 - 1) * TERM_WORDS + CORE_WORDS
+
+    @property
+    def clearing_warps(self) -> int:
+        """Warps of the producer warpgroup that write fully masked tiles."""
+        return 1 if self.columns_in_mma else 2
 
     @property
     def smem_bytes(self) -> int:

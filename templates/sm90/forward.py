@@ -5,7 +5,8 @@ The kernel is persistent, with one CTA per SM. The warps of a CTA have these rol
     warp 0              producer: iterates over the kv blocks of a work tile, loads Q, K, V by TMA
     warp 1              tile scheduler: fetches work tiles, longest first
     warps 2 and 3       write the fully masked tiles, compare captured data with its fingerprints;
-                        before that, copy a full bias to shared memory, see `bias_in_smem`
+                        before that, copy a full bias to shared memory, see `bias_in_smem`;
+                        with `columns_in_mma`, warp 3 writes terms of columns instead
     warpgroups 1 and up consumers, 64 query rows each
 
 A consumer computes S = Q K^T into registers, applies mod, mask and softmax there, and uses P from
@@ -38,6 +39,12 @@ from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.sm90.bias_in_smem import BiasCopier, BiasRing
+from attnkit.templates.sm90.columns_in_mma import (
+    COLUMNS_WARP,
+    ColumnWriter,
+    columns_mma,
+    write_constants,
+)
 from attnkit.templates.sm90.config import (
     SMEM_ALIGNMENT,
     WARPGROUP_ROWS,
@@ -47,15 +54,11 @@ from attnkit.templates.sm90.config import (
 )
 from attnkit.templates.sm90.dropout import drop_forward
 from attnkit.templates.sm90.forward_barriers import ForwardBarriers, pingpong_pass, pingpong_wait
-from attnkit.templates.sm90.forward_epilogue import (
-    CLEARING_WARPS,
-    Epilogue,
-    Results,
-    RowPlace,
-)
+from attnkit.templates.sm90.forward_epilogue import Epilogue, Results, RowPlace
 from attnkit.templates.sm90.forward_mma import ForwardMma
 from attnkit.templates.sm90.forward_producer import (
     FIRST_BLOCK_NUMBER,
+    FIRST_SHIFT,
     INFO_WORDS,
     NEXT_WORDS,
     Producer,
@@ -119,6 +122,7 @@ class Forward:
         self.dtype = device.DTYPES[config.dtype]
         self.scheduler = TileScheduler()
         self.producer = Producer(config, hooks)
+        self.column_writer = ColumnWriter(config, hooks)
         self.scores = Scores(config, hooks)
         self.softmax = Softmax(config, hooks, self.scores)
         self.epilogue = Epilogue(config, hooks)
@@ -185,6 +189,8 @@ class Forward:
         mmas: tuple = (mma_qk, mma_qk, mma_pv)
         if const_expr(c.slope_in_mma):
             mmas = (*mmas, slope_mma(block_kv))
+        if const_expr(c.columns_in_mma):
+            mmas = (*mmas, columns_mma(block_kv))
         q_tiles_in_smem = c.warpgroups * c.q_stages
         layouts = (
             hopper_helpers.make_smem_layout_a(ROW, shape_qk, dtype, q_tiles_in_smem),
@@ -279,10 +285,13 @@ class Forward:
         tables = None  # f32 [warpgroups, rows, row stride], see `pair_table`
         if const_expr(c.pair_table):
             tables = allocator.allocate_array(Float32, c.table_floats, byte_alignment=16)
-        columns = None  # i32 [words], see `slope_in_mma`
-        if const_expr(c.slope_in_mma):
-            columns = allocator.allocate_array(Int32, c.column_words, byte_alignment=128)
-            write_columns(columns, c.block_kv)
+        words = None  # i32 [words], see `slope_in_mma` and `columns_in_mma`
+        if const_expr(c.column_words > 0):
+            words = allocator.allocate_array(Int32, c.column_words, byte_alignment=128)
+            if const_expr(c.slope_in_mma):
+                write_columns(words, c.block_kv)
+            else:
+                write_constants(words, c)
         biases = None  # memory of the rings of the bias, see `bias_in_smem`
         if const_expr(c.bias_stages):
             biases = allocator.allocate_array(Int32, c.bias_ring_bytes // 4, byte_alignment=128)
@@ -305,23 +314,31 @@ class Forward:
                 self.producer.run(atoms[:3], tiles[:3], smem, bars, runs, scalars)
             elif warp == SCHEDULER_WARP:
                 self.scheduler.run(work_tiles, counter, smem.next_tile, bars.work)
-            else:
+            elif const_expr(not c.columns_in_mma):
                 if const_expr(c.bias_stages):
                     wg = warp - CLEARING_WARP
                     self.bias_copier.run(wg, biases, smem.next_tile, bars, runs, captured, scalars)
-                self.epilogue.clear_masked_tiles(
-                    work_tiles, results, captured, warp - CLEARING_WARP
-                )
-                if const_expr(c.checks_data):
-                    cta, _, _ = cute.arch.block_idx()
-                    ctas, _, _ = cute.arch.grid_dim()
-                    first = CLEARING_WARPS * cta + warp - CLEARING_WARP
-                    compare_chunks(checks[0], first, CLEARING_WARPS * ctas)
+                self._clear_and_compare(work_tiles, results, captured, checks, warp)
+            elif warp == COLUMNS_WARP:
+                self.column_writer.run(words, smem, bars, captured, scalars)
+            else:
+                self._clear_and_compare(work_tiles, results, captured, checks, warp)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             output = atoms[3], tiles[3]
-            memory = tables, columns, biases
+            memory = tables, words, biases
             self.consume(mmas, smem, memory, output, bars, results, captured, scalars)
+
+    def _clear_and_compare(
+        self, work_tiles: cute.Tensor, results: Results, captured: list, checks: list, warp: Int32
+    ) -> None:
+        """Run a warp that writes the fully masked tiles, then compares captured data."""
+        warps, index = self.config.clearing_warps, warp - CLEARING_WARP
+        self.epilogue.clear_masked_tiles(work_tiles, results, captured, index)
+        if self.config.checks_data:
+            cta, _, _ = cute.arch.block_idx()
+            ctas, _, _ = cute.arch.grid_dim()
+            compare_chunks(checks[0], warps * cta + index, warps * ctas)
 
     def _shared_memory(self, storage: Any, layouts: tuple) -> SharedMemory:
         """Return the tensor views of shared memory; `SharedMemory` gives their shapes."""
@@ -352,8 +369,8 @@ class Forward:
         Args:
             mmas: see `ForwardMma.create`.
             smem: the tiles in shared memory.
-            memory: shared memory of the tables of pairs, of the columns of a slope and of the rings
-                of the bias; None for what the config does not need.
+            memory: shared memory of the tables of pairs, of the words of columns and of the rings of
+                the bias; None for what the config does not need.
             tma_o: TMA atom and tensor of the output.
             bars: the mbarriers.
             results: the tensors to write.
@@ -361,14 +378,14 @@ class Forward:
             scalars: scalar arguments of the call.
         """
         c = self.config
-        tables, columns, biases = memory
+        tables, words, biases = memory
         thread_idx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         wg, ct = warp // WARPGROUP_WARPS - 1, thread_idx % WARPGROUP_THREADS
         thread = ConsumerThread(wg, warp, lane, (warp % WARPGROUP_WARPS) * 16 + lane // 4)
         first_column = (lane % 4) * 2
-        mma = ForwardMma.create(c, mmas, smem, ct, columns)
+        mma = ForwardMma.create(c, mmas, smem, ct, words)
         state = RowState.create(c.need_entropy)
         mma.set_accumulate()
         ring = None
@@ -383,6 +400,9 @@ class Forward:
         # kv_block: the kv block of S; k_ready: whether `test_k` has found K at kv_pos full;
         # next_tile: the next work tile, read while the last MMAs of the previous one run
         kv_pos, tile_idx, kv_block, k_ready = Int32(0), Int32(0), Int32(0), Boolean(False)
+        shift = None  # of the block's terms, see `columns_in_mma`
+        if const_expr(c.columns_in_mma):
+            shift = Float32(0.0)
         cute.arch.mbarrier_wait(bars.q.full, 0)
         valid = cute.arch.make_warp_uniform(smem.info[record_of(Int32(0)) + WorkTile.VALID])
         if const_expr(c.chained):
@@ -391,6 +411,8 @@ class Forward:
             if valid != 0:
                 cute.arch.mbarrier_wait(bars.k.full, 0)
                 kv_block = smem.info[FIRST_BLOCK_NUMBER]
+                if const_expr(c.columns_in_mma):
+                    shift = self.read_shift(Int32(0), smem)
                 if const_expr(c.slope_in_mma):
                     self.write_slope(tile_idx, consumer, captured, scalars)
                 if const_expr(c.bias_first):
@@ -416,10 +438,11 @@ class Forward:
             state.reset()
             if const_expr(not c.chained):
                 kv_block = self.first_scores(kv_pos, q_tile, consumer)
-            block = self.scores.block_values(tile, kv_block, True, cute.size(mma.acc_s))
+            block = self.scores.block_values(tile, kv_block, True, cute.size(mma.acc_s), shift)
             base = self.scores.apply_score_mod(tile, block, mma.acc_s)
             if num_masked != 0:
                 self.scores.apply_mask(self.scores.mask_bits(tile, kv_block, True), mma.acc_s)
+            base = self.softmax.bases(tile, block, base, mma.acc_s)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
             drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
@@ -446,7 +469,7 @@ class Forward:
             tile_idx += 1
             v_stage = bars.v.stage(kv_pos - 1)
             if const_expr(c.chained):
-                valid, kv_block, stage = self.issue_next_tile(
+                valid, kv_block, shift, stage = self.issue_next_tile(
                     tile_idx, k_ready, kv_pos, consumer, captured, scalars
                 )
             cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
@@ -497,6 +520,12 @@ class Forward:
         num_masked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_MASKED])
         num_unmasked = cute.arch.make_warp_uniform(info[record + WorkTile.NUM_UNMASKED])
         return work, num_masked, num_unmasked
+
+    def read_shift(self, stage: Int32, smem: SharedMemory) -> Float32 | None:
+        """Read the shift of the terms in a K stage; None without `columns_in_mma`."""
+        if not self.config.columns_in_mma:
+            return None
+        return device.pinned(smem.info[FIRST_SHIFT + stage])
 
     def test_k(self, kv_pos: Int32, bars: ForwardBarriers, ahead: int = 0) -> Boolean:
         """Test whether a K block has arrived in shared memory, and return at once.
@@ -556,14 +585,15 @@ class Forward:
         consumer: Consumer,
         captured: list,
         scalars: Scalars,
-    ) -> tuple[Int32, Int32, Int32]:
+    ) -> tuple[Int32, Int32, Float32 | None, Int32]:
         """Issue Q K of the next work tile's first block, before the last P V of the current one.
 
         The tensor cores then stay busy during the current tile's epilogue. If there is no next
         tile, Q K of the last block is issued again and its result is ignored.
 
         Returns:
-            Whether there is a next tile, its first kv block, and the K stage to release.
+            Whether there is a next tile, its first kv block, the result of `read_shift` for it, and
+            the K stage to release.
         """
         c, mma, bars, info = self.config, consumer.mma, consumer.bars, consumer.smem.info
         wg = consumer.thread.warpgroup
@@ -572,7 +602,7 @@ class Forward:
         again = cutlass.select_(valid == 0, Int32(1), Int32(0))
         self.wait_k(k_ready, kv_pos - again, bars)
         stage = bars.k.stage(kv_pos - again)
-        kv_block = info[stage]
+        kv_block, shift = info[stage], self.read_shift(stage, consumer.smem)
         if const_expr(c.slope_in_mma):  # the next work tile may belong to another head
             self.write_slope(tile_idx - again, consumer, captured, scalars)
         if const_expr(c.bias_first):
@@ -584,7 +614,7 @@ class Forward:
             device.settle(mma.acc_s)
         warpgroup.fence()
         mma.issue_qk(wg + c.warpgroups * bars.q.stage(tile_idx - again), stage)
-        return valid, kv_block, stage
+        return valid, kv_block, shift, stage
 
     def write_slope(
         self, tile_idx: Int32, consumer: Consumer, captured: list, scalars: Scalars
@@ -655,6 +685,7 @@ class Forward:
         k_stage, v_stage = bars.k.stage(kv_pos), bars.v.stage(kv_pos - 1)
         self.wait_k(k_ready, kv_pos, bars)
         kv_block = consumer.smem.info[k_stage]
+        shift = self.read_shift(k_stage, consumer.smem)
         if scores.one_loop:  # loads of the mod must stay inside their tensors in any block
             bits, clamps, mask = None, True, (masked, kv_block)
         else:
@@ -667,7 +698,7 @@ class Forward:
         warpgroup.fence()
         mma.issue_qk(q_tile, k_stage)  # asynchronous, the first group
         if self.hooks.prefetches:  # overlap the latency of a mod's loads with the MMAs
-            block = scores.block_values(tile, kv_block, clamps, count)
+            block = scores.block_values(tile, kv_block, clamps, count, shift)
         # P V waits for Q K, so that random bits are drawn in the meantime if registers allow it
         words = None
         if self.config.chained:
@@ -675,7 +706,7 @@ class Forward:
         cute.arch.mbarrier_wait(bars.v.full + v_stage, bars.v.phase(kv_pos - 1))
         mma.issue_pv(v_stage)  # asynchronous, the second group; it reads P from registers
         if not self.hooks.prefetches:
-            block = scores.block_values(tile, kv_block, clamps, count)
+            block = scores.block_values(tile, kv_block, clamps, count, shift)
         self._pass_turn(warpgroup_idx)
         warpgroup.wait_group(1)  # S is complete; P V may still run
         mma.release_k(bars.k, k_stage)

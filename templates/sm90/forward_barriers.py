@@ -82,6 +82,8 @@ class ForwardBarriers:
         v: V blocks. Full: V has arrived. Empty: every consumer warp has finished P V.
         biases: for each consumer warpgroup, its tiles of the bias; none without them. Full: every
             lane's copies have arrived. Empty: every warp of the warpgroup has read the tile.
+        posted: for each K stage, whether the block's number is written; None without
+            `columns_in_mma`. The terms of the block's columns are then written, too, when K is full.
     """
 
     work: Pipeline
@@ -89,12 +91,14 @@ class ForwardBarriers:
     k: Pipeline
     v: Pipeline
     biases: tuple[Pipeline, ...] = ()
+    posted: cute.Pointer | None = None
 
     @staticmethod
     def count(config: ForwardConfig) -> int:
-        """Return the number of mbarriers: a full and an empty one for each stage."""
+        """Return the number of mbarriers: a full and an empty one for each stage, and `posted`."""
         biases = config.warpgroups * config.bias_stages
-        return 2 * (1 + config.q_stages + 2 * config.stages + biases)
+        posted = config.stages if config.columns_in_mma else 0
+        return 2 * (1 + config.q_stages + 2 * config.stages + biases) + posted
 
     @classmethod
     def at(cls, base: cute.Pointer, config: ForwardConfig) -> ForwardBarriers:
@@ -105,7 +109,8 @@ class ForwardBarriers:
             rings.append(Pipeline(base, base + stages, stages))
             base = base + 2 * stages
         work, q, k, v, *tiles = rings
-        return cls(work, q, k, v, tuple(tiles))
+        posted = base if config.columns_in_mma else None
+        return cls(work, q, k, v, tuple(tiles), posted)
 
     def bias(self, warpgroup: Int32) -> Pipeline:
         """Return the ring of the bias of consumer warpgroup `warpgroup`."""
@@ -125,11 +130,13 @@ class ForwardBarriers:
             mbarrier_init(self.q.full + s, ONE_ARRIVAL)
             mbarrier_init(self.q.empty + s, warps)
         for s in range(self.k.stages):
-            mbarrier_init(self.k.full + s, ONE_ARRIVAL)
+            mbarrier_init(self.k.full + s, ONE_ARRIVAL + (self.posted is not None))
             mbarrier_init(self.v.full + s, ONE_ARRIVAL)
             # see `ForwardMma.release_k`
             mbarrier_init(self.k.empty + s, warps if config.chained else warps * WARP_THREADS)
             mbarrier_init(self.v.empty + s, warps)
+            if self.posted is not None:
+                mbarrier_init(self.posted + s, ONE_ARRIVAL)
         for ring in self.biases:
             for s in range(ring.stages):
                 mbarrier_init(ring.full + s, WARP_THREADS)

@@ -29,7 +29,6 @@ from attnkit.templates.sm90.softmax import RowState
 
 VECTOR = 8  # elements of 16 bytes
 QUAD = 4  # lanes that hold a row of an accumulator
-CLEARING_WARPS = 2  # warps of the producer warpgroup that write fully masked tiles
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,7 @@ class Epilogue:
             work_tiles: the work list.
             results: tensors to write.
             captured: captured tensors.
-            warp: index of the clearing warp, 0 or 1.
+            warp: index of the clearing warp, from 0.
         """
         c = self.config
         out, lse, max_scores = results.out, results.lse, results.max_scores
@@ -331,7 +330,7 @@ class Epilogue:
         chunks = out.shape[3] // VECTOR
         zero = cute.make_rmem_tensor(VECTOR, self.dtype)  # 16 bits [8]
         zero.fill(0.0)
-        index = work_tiles[0, WorkItem.NUM_LIVE] + CLEARING_WARPS * cta + warp
+        index = work_tiles[0, WorkItem.NUM_LIVE] + c.clearing_warps * cta + warp
         while index < work_tiles.shape[0]:
             batch, head = work_tiles[index, WorkItem.BATCH], work_tiles[index, WorkItem.HEAD]
             q_block = work_tiles[index, WorkItem.Q_BLOCK]
@@ -346,7 +345,7 @@ class Epilogue:
                 lse[batch, head, first + i] = empty
                 masked = Float32(NEG_INF), Float32(0.0)
                 write_statistics(c, max_scores, (batch, head, first + i), masked)
-            index += CLEARING_WARPS * ctas
+            index += c.clearing_warps * ctas
 
     def _lse_without_keys(self, captured: list, head: Int32) -> Float32:
         """Return the LSE of fully masked rows of a head: the sink, or -inf if there is none."""

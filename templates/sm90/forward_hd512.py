@@ -44,7 +44,7 @@ from attnkit.templates.sm90.forward import (
     ConsumerThread,
     keep_exponentials_here,
 )
-from attnkit.templates.sm90.forward_epilogue import CLEARING_WARPS, Results
+from attnkit.templates.sm90.forward_epilogue import Results
 from attnkit.templates.sm90.forward_hd512_barriers import Hd512Barriers, chunk_place
 from attnkit.templates.sm90.forward_hd512_config import Hd512Config
 from attnkit.templates.sm90.forward_hd512_epilogue import Hd512Epilogue, PartPlace
@@ -255,8 +255,8 @@ class ForwardHd512:
                 if const_expr(c.checks_data):
                     cta, _, _ = cute.arch.block_idx()
                     ctas, _, _ = cute.arch.grid_dim()
-                    first = CLEARING_WARPS * cta + warp - CLEARING_WARP
-                    compare_chunks(checks[0], first, CLEARING_WARPS * ctas)
+                    first = c.clearing_warps * cta + warp - CLEARING_WARP
+                    compare_chunks(checks[0], first, c.clearing_warps * ctas)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.consume(mmas, smem, bars, results, captured, scalars)

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from attnkit.templates.common import device
+from attnkit.templates.sm90.columns_in_mma import ColumnOperands
 from attnkit.templates.sm90.config import WARPGROUP_ROWS, ForwardConfig
 from attnkit.templates.sm90.forward_barriers import Pipeline
 from attnkit.templates.sm90.slope_in_mma import SlopeOperands
@@ -33,6 +34,7 @@ class ForwardMma:
         p_next: P of the next block in the layout of `acc_s`: separate registers if the config has
             two P buffers, otherwise `p_now`.
         slope: the extra k-step of Q K that adds a slope times the column; None without it.
+        columns: the extra k-step of Q K that adds a term of each column; None without it.
     """
 
     config: ForwardConfig
@@ -49,20 +51,22 @@ class ForwardMma:
     p_now: cute.Tensor
     p_next: cute.Tensor
     slope: SlopeOperands | None
+    columns: ColumnOperands | None
 
     @staticmethod
     def create(
-        config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32, columns: Any = None
+        config: ForwardConfig, mmas: tuple, smem: Any, thread: Int32, words: Any = None
     ) -> ForwardMma:
         """Create the fragments of a thread of a consumer warpgroup.
 
         Args:
             config: compile-time configuration.
             mmas: (Q K^T, Q K^T, P V); the first is a copy for the MMAs that overwrite S. With
-                `slope_in_mma`, the MMA of the extra k-step follows.
+                `slope_in_mma` or `columns_in_mma`, the MMA of the extra k-step follows.
             smem: the tiles of Q, K and V in shared memory.
             thread: index of the thread in its warpgroup.
-            columns: int32 pointer to K's extra columns, see `slope_in_mma`; None without them.
+            words: int32 pointer to the extra columns, see `slope_in_mma` and `columns_in_mma`; None
+                without them.
         """
         qk_first, qk, pv = mmas[:3]
         dtype, rows = device.DTYPES[config.dtype], WARPGROUP_ROWS
@@ -82,12 +86,14 @@ class ForwardMma:
         p_next = p_now
         if config.double_buffer_p:
             p_next = cute.make_rmem_tensor(acc_s.layout, dtype)  # as `p_now`, other registers
-        slope = None
+        slope = columns = None
         if config.slope_in_mma:
-            slope = SlopeOperands.create(mmas[3], columns, config.block_kv)
+            slope = SlopeOperands.create(mmas[3], words, config.block_kv)
+        elif config.columns_in_mma:
+            columns = ColumnOperands.create(mmas[3], words, config)
         return ForwardMma(
             config, qk_first, qk, pv, thr_pv,
-            frag_q, frag_k, frag_v, acc_s, acc_o, p, p_now, p_next, slope,
+            frag_q, frag_k, frag_v, acc_s, acc_o, p, p_now, p_next, slope, columns,
         )  # fmt: skip
 
     def set_accumulate(self) -> None:
@@ -101,6 +107,8 @@ class ForwardMma:
         self.pv.set(warpgroup.Field.ACCUMULATE, True)
         if self.slope is not None:
             self.slope.mma.set(warpgroup.Field.ACCUMULATE, True)
+        if self.columns is not None:
+            self.columns.mma.set(warpgroup.Field.ACCUMULATE, True)
 
     def issue_qk(self, q_tile: Int32, k_stage: Int32) -> None:
         """Issue S = Q K^T asynchronously as one wgmma group; with `bias_first`, S += Q K^T.
@@ -120,6 +128,8 @@ class ForwardMma:
         if self.slope is not None:
             # last, because the sum is rounded at the magnitude of the largest term so far
             self.slope.issue(self.acc_s)
+        if self.columns is not None:
+            self.columns.issue(self.acc_s, k_stage)
         warpgroup.commit_group()
 
     def issue_pv(self, v_stage: Int32) -> None:

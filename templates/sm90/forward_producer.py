@@ -23,7 +23,8 @@ from attnkit.templates.sm90.forward_barriers import ForwardBarriers, Pipeline
 # int32 words in shared memory for the consumers: block numbers of the K stages, then records. One
 # tensor holds both, so that their addresses differ by constants, which saves a register.
 FIRST_BLOCK_NUMBER = 0  # index of the block number of K stage 0
-BLOCK_NUMBERS = 8  # number of block number words, at least the number of stages
+FIRST_SHIFT = 4  # index of the shift of the terms in K stage 0, see `columns_in_mma`
+BLOCK_NUMBERS = 8  # words of block numbers and shifts, at least twice the number of stages
 RECORD_WORDS, RECORDS = 8, 4  # a record is kept until its tile is written, two tiles later
 INFO_WORDS = BLOCK_NUMBERS + RECORD_WORDS * RECORDS
 NEXT_WORDS = 16  # words of the fetched work tile, which begin with those of `WorkItem`
@@ -54,7 +55,8 @@ class SharedMemory:
         v: 16 bits [head_dim_v, block_kv, stage].
         o: 16 bits [64, head_dim_v, warpgroup].
         info: i32 [8 + 4 * 8], the number of the kv block in each K stage (~n for a FULL block n if
-            block lists take precedence over the mask), then the records of the last work tiles.
+            block lists take precedence over the mask), with `columns_in_mma` the shift of the terms
+            in each K stage, then the records of the last work tiles.
         next_tile: i32 [16], words of the fetched work tile.
     """
 
@@ -240,6 +242,8 @@ class Producer:
                         stage = bars.k.wait_empty(k_pos)
                         with cute.arch.elect_one():
                             smem.info[stage] = number
+                            if const_expr(c.columns_in_mma):
+                                cute.arch.mbarrier_arrive(bars.posted + stage)
                             cute.arch.mbarrier_arrive_and_expect_tx(bars.k.full + stage, c.k_bytes)
                         cute.copy(
                             k.atom,

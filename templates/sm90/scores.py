@@ -28,6 +28,7 @@ from attnkit.templates.sm90.dropout import forward_words
 from attnkit.templates.sm90.slope_in_mma import middle
 
 MASK_COLUMNS = 8  # columns per evaluation of a mask without intervals
+TERM_COLUMNS = 8  # columns whose terms are loaded at a time, see `columns_in_mma`
 ROWS = 2  # rows per thread
 ROW_STEP = 8  # from a thread's first row to its second
 
@@ -79,6 +80,8 @@ class BlockValues:
         relatives: result of the hook `relatives`.
         one_class: whether all columns have one index in the table of pairs, in a whole warp; None
             if that is not known.
+        shift: shift of the terms that the MMA has added, see `columns_in_mma`; None without it.
+        odd: whether the shift is NaN in a warp: the MMA has not added the terms.
     """
 
     start: Int32
@@ -86,6 +89,8 @@ class BlockValues:
     places: list[tuple[int, int]]
     relatives: Any
     one_class: Any = None
+    shift: Any = None
+    odd: Any = None
 
 
 class Scores:
@@ -202,9 +207,12 @@ class Scores:
     # -------------------------------------------------------------------------- scores of a block
 
     def block_values(
-        self, tile: TileValues, kv_block: Int32, masked: bool, count: int
+        self, tile: TileValues, kv_block: Int32, masked: bool, count: int, shift: Any = None
     ) -> BlockValues:
-        """Compute the values that the `count` scores of a thread in a kv block need."""
+        """Compute the values that the `count` scores of a thread in a kv block need.
+
+        `shift` is that of the block's terms, see `columns_in_mma`; None without it.
+        """
         site, head, constants, hooks = tile.site, tile.head, tile.column_constants, self.hooks
         if self._tight and constants[0] is not None:
             # Recompute from an opaque number in each block. Otherwise the compiler keeps the
@@ -216,7 +224,9 @@ class Scores:
         start, _, positions = self._positions(tile, kv_block)
         if masked:  # loads of a mod or a mask must stay inside their tensors
             positions = [cutlass.min(kv, site.kv_len - 1) for kv in positions]
-        values = hooks.columns(site, head, positions, False)
+        values: Any = [()] * len(positions)
+        if shift is None:  # else the MMA has added what depends on columns
+            values = hooks.columns(site, head, positions, False)
         columns = list(zip(positions, constants, values, strict=True))
         places = [(row_of(i), column_of(i)) for i in range(count)]
         relatives = (
@@ -228,7 +238,8 @@ class Scores:
             one_class = classes[0] == cute.arch.shuffle_sync(classes[0], 0)
             for other in classes[1:]:
                 one_class = one_class & (other == classes[0])
-        return BlockValues(start, columns, places, relatives, one_class)
+        odd = None if shift is None else cute.arch.vote_any_sync(shift != shift)
+        return BlockValues(start, columns, places, relatives, one_class, shift, odd)
 
     def load_bias(
         self, tile: TileValues, kv_block: Int32, masked: bool, acc_s: cute.Tensor
@@ -362,10 +373,38 @@ class Scores:
             self._apply_pairs(tile, block, acc_s)
         elif not self.hooks.only_scales:
             self._write_scores(tile, block, acc_s)
+        if block.shift is not None:
+            self._add_terms(tile, block, acc_s)
+            return block.shift
         start = block.start
         if self.config.slope_in_mma:
             start += middle(self.config.block_kv)
         return self.hooks.block(tile.site, tile.head, start)
+
+    @cute.jit
+    def _add_terms(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor):
+        """Add the terms of columns that the MMA has not added.
+
+        A few columns are loaded at a time: the terms of all would not fit in the registers.
+        """
+        if block.odd:
+            self._add_terms_in_groups(tile, block, acc_s)
+
+    def _add_terms_in_groups(
+        self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor
+    ) -> None:
+        # addresses that the mainloop keeps would take registers
+        b, h = (device.recomputed(x, block.start) for x in (tile.site.b, tile.site.h))
+        site, ready = replace(tile.site, b=b, h=h), Int32(0)
+        for low in range(0, len(block.columns), TERM_COLUMNS):
+            group = range(low, low + TERM_COLUMNS)
+            columns = [cutlass.min(block.columns[j][0], site.kv_len - 1) | ready for j in group]
+            terms = self.hooks.column_terms(site, tile.head, columns)
+            for i, (_, j) in enumerate(block.places):
+                if j in group:
+                    acc_s[i] = acc_s[i] + terms[j - low]
+                    # always 0, see `_evaluated`
+                    ready = device.bits(acc_s[i]) & (site.kv_len >> 31)
 
     @cute.jit
     def _apply_pairs(self, tile: TileValues, block: BlockValues, acc_s: cute.Tensor):

@@ -13,6 +13,7 @@ plain Python, so that they can pass records and the hooks' tuples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from attnkit.templates.common.dropout import survivor_scale
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.common.softmax import at_least, largest, own_sink, rescaled_moment
+from attnkit.templates.sm90.columns_in_mma import largest_term
 from attnkit.templates.sm90.config import ForwardConfig
 from attnkit.templates.sm90.scores import (
     ROWS,
@@ -161,10 +163,40 @@ class Softmax:
             moment[r] = product_sum
         return _added(sums)
 
+    def bases(self, tile: TileValues, block: BlockValues, base: Any, acc_s: cute.Tensor) -> Any:
+        """Return the term to add to the scores of each row of a block, after the mask.
+
+        It is `base`, what `Scores.apply_score_mod` returned, unless a block with `columns_in_mma` is
+        odd. Scores of rows of such a block are counted from their maximum if it is very large:
+        beside it the product with the factor would round to something else than the product of the
+        maximum with the factor.
+        """
+        if block.odd is None:
+            return base
+        bases = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
+        bases.fill(base)
+        self._count_from_maxima(block.odd, largest_term(self.scores.factor(tile)), acc_s, bases)
+        return tuple(bases[r] for r in range(ROWS))
+
+    @cute.jit
+    def _count_from_maxima(
+        self, odd: Boolean, limit: Float32, acc_s: cute.Tensor, bases: cute.Tensor
+    ):
+        """Count the scores of each row from its maximum, `bases`, if `odd`, and if it is large."""
+        if odd:
+            for r in cutlass.range_constexpr(ROWS):
+                top = device.quad_max(_row_peak(acc_s, r, None, False), False)
+                size = cutlass.max(top, -top)
+                large = (size >= limit) & (size < Float32(math.inf))
+                bases[r] = cutlass.select_(large, top, Float32(0.0))
+                for i in cutlass.range_constexpr(cute.size(acc_s)):
+                    if const_expr(row_of(i) == r):
+                        acc_s[i] = acc_s[i] - bases[r]
+
     def first_block(
         self,
         tile: TileValues,
-        base: Float32 | None,
+        base: Any,
         acc_s: cute.Tensor,
         p: cute.Tensor,
         state: RowState,
@@ -173,7 +205,7 @@ class Softmax:
 
         Args:
             tile: values of the work tile.
-            base: term to add to all scores of the block, or None.
+            base: term to add to all scores of the block, or a tuple of those of each row, or None.
             acc_s: scores.
             p: registers for packed P.
             state: state of the thread's rows, written.
@@ -186,8 +218,9 @@ class Softmax:
         for r in range(ROWS):
             reference = None
             if self.config.softmax != "no-max":
-                state.max[r] = device.quad_max(_row_peak(acc_s, r, base, nan), nan)
-                reference = _reference(state.max[r], base, factor)
+                own = _of_row(base, r)
+                state.max[r] = device.quad_max(_row_peak(acc_s, r, own, nan), nan)
+                reference = _reference(state.max[r], own, factor)
                 if const_expr(self.config.need_max):
                     state.highest[r] = state.max[r]
             state.sum[r] = self.compute_p(acc_s, p, r, reference, factor, moment=state.moment)
@@ -220,6 +253,7 @@ class Softmax:
             self.scores.mask_if(*masked, tile, acc_s)
         if kind != "sigmoid":
             self.scores.apply_mask(bits, acc_s)
+        base = self.bases(tile, block, base, acc_s)
         if self.config.weights:
             self._write_weights(bits, acc_s, p, factor)
         elif kind == "no-max":
@@ -272,7 +306,7 @@ class Softmax:
         acc_s: cute.Tensor,
         p: cute.Tensor | None,
         state: RowState,
-        base: Float32 | None,
+        base: Any,
         factor: Float32 | None,
         finite: bool,
     ) -> None:
@@ -288,7 +322,8 @@ class Softmax:
         grown = Boolean(False)
         for r in range(ROWS):
             highest = _Highest(acc_s, True)
-            reference = _reference(state.max[r], base, factor)
+            own = _of_row(base, r)
+            reference = _reference(state.max[r], own, factor)
             visit = highest.take if exact else None
             total[r] = self.compute_p(
                 acc_s, p, r, reference, factor, visit, moment=moment, finite=finite
@@ -299,7 +334,7 @@ class Softmax:
             grown = grown | (total[r] > Float32(SUM_CEILING)) | unset
             if const_expr(exact):
                 most = highest.value()
-                peak[r] = device.quad_max(most if base is None else most + base, True)
+                peak[r] = device.quad_max(most if own is None else most + own, True)
                 state.highest[r] = cute.arch.fmax(state.highest[r], peak[r], nan=True)
         if moment is not None and finite:
             both = moment[0] + moment[1]
@@ -321,7 +356,7 @@ class Softmax:
         peak: cute.Tensor,
         sums: tuple,
         factor: Float32,
-        base: Float32,
+        base: Any,
         grown: Boolean,
     ):
         """Recompute P from the scores with new maxima if `grown` is set in any lane.
@@ -334,12 +369,12 @@ class Softmax:
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
                 if const_expr(not self.config.need_max):
-                    peak[r] = device.quad_max(_row_peak(acc_s, r, base, False), False)
+                    peak[r] = device.quad_max(_row_peak(acc_s, r, _of_row(base, r), False), False)
                 old = row_max[r]
                 row_max[r] = cute.arch.fmax(old, peak[r])
                 change = (old - device.finite_or_zero(row_max[r])) * factor
                 scale[r] = device.exp2(change)
-                reference = _reference(row_max[r], base, factor)
+                reference = _reference(row_max[r], _of_row(base, r), factor)
                 total[r] = self.compute_p(acc_s, p, r, reference, factor, moment=moment)
                 if const_expr(self.config.need_entropy):
                     moments[r] = rescaled_moment(moments[r], row_sum[r], change, scale[r])
@@ -350,7 +385,7 @@ class Softmax:
         acc_s: cute.Tensor,
         p: cute.Tensor | None,
         state: RowState,
-        base: Float32 | None,
+        base: Any,
         factor: Float32 | None,
     ) -> None:
         """Update the row maxima if they grew too much, then compute P."""
@@ -365,13 +400,15 @@ class Softmax:
                 mine = [i for i in range(cute.size(acc_s)) if row_of(i) == r]
                 for t in range(0, len(mine), 2):
                     highest.take(*mine[t : t + 2])
-                grown = grown | (highest.value() >= _limit_bits(state.max[r], base, factor))
+                grown = grown | (
+                    highest.value() >= _limit_bits(state.max[r], _of_row(base, r), factor)
+                )
         shift = Float32(0.0) if base is None else base
         unit = Float32(1.0) if factor is None else factor
         self._raise_max(acc_s, state, unit, shift, grown)
         moment = self._block_moment()
         for r in range(ROWS):
-            reference = _reference(state.max[r], base, factor)
+            reference = _reference(state.max[r], _of_row(base, r), factor)
             total = self.compute_p(acc_s, p, r, reference, factor, moment=moment)
             state.sum[r] = state.sum[r] + total
         self._add_moment(state, moment)
@@ -382,7 +419,7 @@ class Softmax:
         acc_s: cute.Tensor,
         state: RowState,
         factor: Float32,
-        base: Float32,
+        base: Any,
         grown: Boolean,
     ):
         """Compute the exact row maxima if `grown` is set in any lane of the warp."""
@@ -392,7 +429,8 @@ class Softmax:
         if cute.arch.vote_any_sync(grown):
             for r in cutlass.range_constexpr(ROWS):
                 old = row_max[r]
-                peak = cute.arch.fmax(_row_peak(acc_s, r, base, nan), old, nan=nan)
+                own = _of_row(base, r)
+                peak = cute.arch.fmax(_row_peak(acc_s, r, own, nan), old, nan=nan)
                 new = device.quad_max(peak, nan)
                 if const_expr(self.config.need_max):
                     highest[r] = cute.arch.fmax(highest[r], new, nan=nan)
@@ -419,6 +457,11 @@ def _added(values: list[Any]) -> Any:
     for x in values[1:]:
         total = total + x
     return total
+
+
+def _of_row(base: Any, r: int) -> Any:
+    """Return the term to add to the scores of row `r`; `base` is that of all rows or a tuple."""
+    return base[r] if isinstance(base, tuple) else base
 
 
 def _row_peak(acc_s: cute.Tensor, r: int, base: Float32 | None, nan: bool) -> Any:
