@@ -17,16 +17,21 @@ from attnkit.templates.sm100 import forward_barriers as sm100
 
 @pytest.mark.parametrize("store_from_registers", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_hopper(store_from_registers: bool, stages: int) -> None:
-    config = sm90_config.ForwardConfig(stages=stages, store_from_registers=store_from_registers)
+@pytest.mark.parametrize("columns_in_mma", [False, True])
+def test_hopper(store_from_registers: bool, stages: int, columns_in_mma: bool) -> None:
+    config = sm90_config.ForwardConfig(
+        stages=stages, store_from_registers=store_from_registers, columns_in_mma=columns_in_mma
+    )
     barriers: Any = sm90.ForwardBarriers.at(0, config)
-    rings = [getattr(barriers, field.name) for field in dataclasses.fields(barriers)]
+    *rings, posted = [getattr(barriers, field.name) for field in dataclasses.fields(barriers)]
     words = [
         first + stage
         for ring in rings
         for first in (ring.full, ring.empty)
         for stage in range(ring.stages)
     ]
+    if columns_in_mma:
+        words += range(posted, posted + stages)
     assert words == list(range(sm90.ForwardBarriers.count(config)))
 
 
