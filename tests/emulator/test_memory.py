@@ -46,6 +46,23 @@ def test_vector_and_byte_accesses() -> None:
     np.testing.assert_array_equal(out[:, 3].copy().view(np.int32), byte.view(np.int8))
 
 
+@section("ld")
+@pytest.mark.parametrize("kind", ["s32", "u32"])
+def test_a_load_to_a_wider_register_extends_the_sign_of_signed_types(kind: str) -> None:
+    body = f"""
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %d3, %r1, 4; add.s64 %d4, %d1, %d3;
+    ld.global.{kind} %d5, [%d4];
+    mul.wide.u32 %d6, %r1, 8; add.s64 %d7, %d2, %d6;
+    st.global.b64 [%d7], %d5;
+    """
+    x, out = (T - 16).astype(np.int32), np.zeros(32, np.int64)
+    run(body, x, out)
+    expected = x if kind == "s32" else x.view(np.uint32)
+    np.testing.assert_array_equal(out, expected.astype(np.int64))
+
+
 @section("Local State Space", "Constant State Space", "cvta")
 def test_local_constant_and_generic_memory() -> None:
     variables = ".const .align 4 .b32 table[4] = {10, 20, 30, 40};"

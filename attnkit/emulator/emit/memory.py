@@ -55,7 +55,8 @@ def load(e: Emitter, c: Instr) -> list[str]:
         return _load_param(e, c, regs, size, kind)
     kinds = {e.stored(r, size) for r in regs if r != "_"}
     t = kinds.pop() if len(kinds) == 1 else f"u{size}"
-    if kind[0] == "i" and size < 4:
+    wider = any(BYTES[e.store[r]] > size for r in regs if r != "_")
+    if kind[0] == "i" and (size < 4 or wider):  # extend the sign
         t = kind
     if space in ("const",):
         space = "global"
