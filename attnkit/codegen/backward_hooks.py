@@ -60,6 +60,7 @@ class GraphBackward(GraphForward, LearnedIndices):
             `reads_pair`, and its gradient is that of the score.
         bias_first: whether the kernel loads the bias to the accumulator of S, see the hook
             `initial_scores`. Requires `adds_full_bias`.
+        stored: numbers of captured tensors whose gradient is stored, see `gradient_is_stored`.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
@@ -76,6 +77,8 @@ class GraphBackward(GraphForward, LearnedIndices):
         gradient_by_block: for each load with a gradient, whether it may read one element per column
             in all rows of a q block, see `block_loads`. It does so where all rows have the same
             `row_values`.
+        gradient_is_stored: for each load with a gradient, whether the kernel stores it, because
+            every score of the call has its own element.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         loads_per_element: whether one is read for every score, at a place that depends on more than
             q - kv.
@@ -100,6 +103,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         facts: NumberFacts | None = None,
         one_hot: bool = False,
         bias_first: bool = False,
+        stored: Collection[int] = (),
     ) -> None:
         tables = frozenset[int]() if facts is None else facts.tables
         dscore = _GRAD if root is None else adjoint(root).dscore
@@ -166,6 +170,9 @@ class GraphBackward(GraphForward, LearnedIndices):
         self.gradient_by_block: tuple[bool, ...] = tuple(
             repeats and load in self._block_loads.loads
             for load, repeats in zip(self._loads, self.gradient_repeats, strict=True)
+        )
+        self.gradient_is_stored: tuple[bool, ...] = tuple(
+            int(str(load.attr)) in stored for load in self._loads
         )
         emitted = ir.topo(*self._score.roots, *self._mask_stages.roots)
         levels = {level_of(n) for n in emitted if n.op == "load"}

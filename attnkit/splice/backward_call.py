@@ -48,6 +48,13 @@ from attnkit.splice.program import Program
 from attnkit.splice.replay import CallTensors, Launch, prepare_replay
 from attnkit.splice.run_time_numbers import KernelGraphs, kernels_for
 from attnkit.splice.sink_gradient import RepeatedBackward
+from attnkit.splice.stored_gradients import (
+    CallSizes,
+    StoredGradient,
+    Unwritten,
+    stored_gradients,
+    unwritten,
+)
 from attnkit.splice.tma import have_tma_strides, loadable
 from attnkit.splice.workers import worker_count
 from attnkit.util import caches
@@ -142,6 +149,7 @@ class BackwardCall:
         row_words: float32 words of a row's LSE and of its delta, see `BackwardTemplate`.
         emulated: whether the kernels are executed on the CPU.
         check: what the preprocess kernel compares with fingerprints; None for nothing.
+        stored: gradients of the score's tensors that the main kernel stores.
         replay: relaunches all kernels of this call; None if they have not run yet, or if a relaunch
             is impossible.
         scale: softmax scale that `replay` uses; None until the call has been analysed.
@@ -167,6 +175,7 @@ class BackwardCall:
     row_words: tuple[int, int]
     emulated: bool
     check: CheckTable | None = None
+    stored: tuple[StoredGradient, ...] = ()
     _relaunches: dict[tuple[Source, int], Relaunch] = field(default_factory=dict)
     replay: RepeatedBackward | None = field(init=False, default=None)
     scale: float | None = field(init=False, default=None)
@@ -206,7 +215,8 @@ class BackwardCall:
         first = (*first, *dropout)
         if self.shifts and self.settings.with_entropy and any(self.needs_grad):
             first = (*first, entropy_gradient.of_shifts(inputs))
-        launches = [self._launch(self.preprocess, first, repeatable)]
+        launches = [self._clear(*gap, buffers, repeatable) for gap in self._gaps()]
+        launches.append(self._launch(self.preprocess, first, repeatable))
         if self.table is not None:
             read = [*read[: self.table], odd_rows(read[self.table]), *read[self.table + 1 :]]
         main = self._main_arguments((query, key, value, grad_out), inputs, buffers, read, capturing)
@@ -270,7 +280,7 @@ class BackwardCall:
             sums=sums,
             rows=[make((n * work.rows,), (1,), torch.float32) for n in self.row_words],
             flags=[make((n,), (1,), torch.float32) for n in (work.flags,) if n],
-            totals=[self._total(t.shape) if need else None for t, need in pairs],
+            totals=[self._total(i, t.shape) if n else None for i, (t, n) in enumerate(pairs)],
             sink=[self._empty(s, (s[1] * s[2], s[2], 1), torch.float32) for s in parts],
         )
 
@@ -321,7 +331,9 @@ class BackwardCall:
         scratch = [buffers.sums, *buffers.rows, *buffers.flags]
         zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
         outputs = [*buffers.grads, *buffers.sink]
-        return CallTensors(inputs, outputs, totals, scratch, self._tables(), zeros)
+        learned = [i for i, t in enumerate(buffers.totals) if t is not None]
+        written = [learned.index(s.slot) for s in self.stored]
+        return CallTensors(inputs, outputs, totals, scratch, self._tables(), zeros, written)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether kernels on the current device can read these tensors without copies."""
@@ -355,12 +367,34 @@ class BackwardCall:
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
         checks = [] if self.check is None else [self.check.rows]
         starts = [] if work.starts is None else [work.starts]
+        starts += [t for _, gap in self._gaps() for t in (gap.visited, gap.slices)]
         return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order, *starts]
 
-    def _total(self, shape: torch.Size) -> Tensor:
-        """Return zeroed sums for the gradient of a captured tensor of this shape."""
+    def _gaps(self) -> list[tuple[int, Unwritten]]:
+        """Return the stored gradients of which the main kernel does not write all elements.
+
+        Each is (number of its tensor, the elements to clear).
+        """
+        return [(s.slot, s.unwritten) for s in self.stored if s.unwritten is not None]
+
+    def _clear(
+        self, slot: int, gap: Unwritten, buffers: Buffers, repeatable: bool
+    ) -> Launch | None:
+        """Clear the elements of a stored gradient that the main kernel does not write.
+
+        This is the first kernel of a call, because it does not wait for the kernel before it as
+        those of a dependent launch do.
+        """
+        total = buffers.totals[slot]
+        assert total is not None
+        return self._launch(gap.source, gap.arguments(total), repeatable, which=slot)
+
+    def _total(self, slot: int, shape: torch.Size) -> Tensor:
+        """Return sums for the gradient of captured tensor `slot`, zero unless they are stored."""
         if self.deterministic:
             return exact_sums.empty_sums(shape, self.device)
+        if any(s.slot == slot for s in self.stored):
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
         return torch.zeros(shape or (1,), dtype=torch.float32, device=self.device)
 
     def _gradient(self, total: Tensor, shape: torch.Size) -> Tensor:
@@ -492,6 +526,7 @@ def _build_call(
         row_words=final.template.row_words(final),
         emulated=kernel_call.spec.emulated,
         check=None if kernel_call.check is None else kernel_call.check.backward,
+        stored=kernels.stored,
     )
 
 
@@ -518,11 +553,13 @@ class _Kernels(NamedTuple):
     needs_grad: tuple[bool, ...]
     table: int | None
     reads_sink: bool
+    stored: tuple[StoredGradient, ...]
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Return the kernels, the main one first."""
-        return (self.main, self.preprocess, *(p.source for p in self.postprocess))
+        clearing = (s.unwritten.source for s in self.stored if s.unwritten is not None)
+        return (self.main, self.preprocess, *(p.source for p in self.postprocess), *clearing)
 
 
 def _kernels(
@@ -563,6 +600,12 @@ def _kernels(
     if settings.one_hot:
         ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
         table = int(str(load.attr))
+    call = CallSizes.of(query, key)
+    stores = stored_gradients(program.score, needs_grad, settings, indices, call)
+    stored = tuple(
+        StoredGradient(i, unwritten(at, captured.scores[i].shape, runs, settings, call, device))
+        for i, at in stores.items()
+    )
     with_lse = inputs.grad_lse is not None or settings.with_entropy
     with_sink = inputs.needs_sink_grad
     # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
@@ -572,7 +615,15 @@ def _kernels(
         work=work,
         preprocess=preprocess_source(settings, with_lse, before, checks, reads_sink + with_sink),
         main=main_source(
-            program, graphs.bounds, settings, kinds, needs_grad, large, indices, graphs.facts
+            program,
+            graphs.bounds,
+            settings,
+            kinds,
+            needs_grad,
+            large,
+            indices,
+            graphs.facts,
+            tuple(stores),
         ),
         postprocess=_postprocess(rounding, work, after),
         shifts=before is not None,
@@ -580,6 +631,7 @@ def _kernels(
         needs_grad=needs_grad,
         table=table,
         reads_sink=reads_sink,
+        stored=stored,
     )
 
 

@@ -143,6 +143,7 @@ def main_source(
     large: tuple[int, ...],
     indices: LoadIndices,
     facts: NumberFacts | None = None,
+    stored: tuple[int, ...] = (),
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
 
@@ -155,6 +156,7 @@ def main_source(
         large: numbers of the score's tensors whose gradient has offsets of more than 31 bits.
         indices: the loads of the graphs and bounds whose index the kernel wraps or clamps.
         facts: what is known of numbers that the score_mod reads from tables.
+        stored: numbers of the score's tensors whose gradient is stored, see `stored_gradients`.
     """
 
     roots = [n for n in (program.score, program.mask) if n is not None]
@@ -178,6 +180,7 @@ def main_source(
             facts=facts,
             one_hot=settings.one_hot,
             bias_first=settings.bias_first,
+            stored=stored,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(
@@ -201,6 +204,8 @@ def main_source(
     parts = ["backward", program.text, intervals, str(settings), str(shape), str(flags)]
     if facts is not None:
         parts.append(f"numbers {sorted(facts.tables)} {facts.positive}")
+    if stored:
+        parts.append(f"stored {stored}")
     key = "\n".join(parts)
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
 

@@ -65,6 +65,17 @@ def postprocess_arguments(
     return (*first, *more, Int32(1), Float32(1.0), cuda.CUstream(0))
 
 
+def clear_arguments() -> tuple[Any, ...]:
+    """Build the arguments of `templates.common.clear_gradient.ClearGradient`."""
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    sizes = tuple(cute.sym_int() for _ in range(3))
+    total = make_fake_tensor(Float32, sizes, strides, assumed_align=16)
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    sizes = tuple(cute.sym_int() for _ in range(3))
+    visited = make_fake_tensor(Int32, sizes, strides, assumed_align=4)
+    return total, visited, _ints(), Int32(1), Int32(1), cuda.CUstream(0)
+
+
 def learned_arguments(
     captured: Sequence[tuple[str, int, bool]], totals: Sequence[int], deterministic: bool
 ) -> tuple[list[Any], list[Any]]:

@@ -52,7 +52,9 @@ class CallTensors:
     Attributes:
         inputs: tensors that the caller passes, in the order in which a replay takes them.
         outputs: new tensors that the call returns.
-        zeroed: new tensors that the call returns and that must be zero before the kernels run.
+        zeroed: new tensors that the call returns and that must be zero before the kernels run,
+            except for those of `written`.
+        written: indices of `zeroed` tensors of which the kernels write every element.
         workspace: new tensors that only the kernels use.
         tables: tensors that are the same in every call.
         cleared: the first tensor of `workspace` must be zero from this byte on before the kernels
@@ -65,6 +67,7 @@ class CallTensors:
     workspace: Sequence[Tensor]
     tables: Sequence[Tensor]
     cleared: int | None = None
+    written: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,8 @@ class Replay:
     Attributes:
         launches: for each kernel, a function that relaunches it, and a function that selects its
             addresses from the addresses of the call.
-        outputs, zeroed: shapes, strides and dtypes of the tensors to return.
+        outputs: shapes, strides and dtypes of the tensors to return.
+        zeroed: the same of tensors to return after these, and whether to set them to zero.
         starts, size: first byte of each tensor of the workspace within one allocation, and the
             bytes of that allocation.
         cleared: bytes of the allocation to set to zero.
@@ -90,7 +94,7 @@ class Replay:
 
     launches: Sequence[tuple[Relaunch, Callable[[Sequence[int]], Any]]]
     outputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    zeroed: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    zeroed: Sequence[tuple[Any, bool]]
     starts: Sequence[int]
     size: int
     cleared: slice
@@ -125,8 +129,8 @@ class Replay:
         if count is None:
             count = self._counters[stream] = self.counter()
         outputs = [make(*m) for m in self.outputs]
-        for shape, dtype in self.zeroed:
-            outputs.append(torch.zeros(shape, dtype=dtype, device=self.device))
+        for geometry, clear in self.zeroed:
+            outputs.append(make(*geometry).zero_() if clear else make(*geometry))
         space = make((self.size,), (1,), torch.uint8)
         base = space.data_ptr()
         if self.cleared.stop:
@@ -176,14 +180,17 @@ def prepare_replay(
                 new = moving + len(offsets)
                 at.append(offsets.setdefault(location, new) if offset else which)
         relaunch = launch.relauncher(launch.arguments, changing)
-        if relaunch is None or len(at) < 2:  # itemgetter with one index returns no tuple
+        if relaunch is None or not at:
             return None
-        relaunches.append((relaunch, itemgetter(*at)))
+        relaunches.append((relaunch, _picker(at)))
     cleared = tensors.cleared
     return Replay(
         relaunches,
         [(tuple(t.shape), t.stride(), t.dtype) for t in tensors.outputs],
-        [(tuple(t.shape), t.dtype) for t in tensors.zeroed],
+        [
+            ((tuple(t.shape), t.stride(), t.dtype), i not in tensors.written)
+            for i, t in enumerate(tensors.zeroed)
+        ],
         starts,
         size,
         slice(0, 0) if cleared is None else slice(cleared, _bytes(tensors.workspace[0])),
@@ -193,6 +200,14 @@ def prepare_replay(
         device,
         tuple(tensors.tables),
     )
+
+
+def _picker(at: Sequence[int]) -> Callable[[Sequence[int]], Any]:
+    """Return a function that selects the addresses with these indices."""
+    if len(at) > 1:
+        return itemgetter(*at)
+    only = at[0]  # itemgetter with one index returns no tuple
+    return lambda addresses: (addresses[only],)
 
 
 def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

@@ -69,6 +69,21 @@ class ExactSums:
             ],
         )
 
+    def store_at(self, condition: Any, target: cute.Pointer, value: Any) -> None:
+        """Store a float32 in global memory, in the lanes where `condition` is true.
+
+        Use this for a sum of one value. The kernel does not read it again, so that it need not
+        stay in a cache.
+        """
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p st.global.cs.f32 [{$r1}], {$r2}; }",
+            read_only_args=[
+                cutlass.select_(condition, Int32(1), Int32(0)),
+                target.toint(),
+                Float32(value),
+            ],
+        )
+
     @cute.jit
     def add_exactly(self, condition: cutlass.Boolean, bins: cute.Pointer, value: Float32):
         """Add `value` to the bin of its exponent where `condition` holds."""

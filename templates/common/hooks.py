@@ -300,6 +300,9 @@ class BackwardHooks(ForwardHooks, Protocol):
             diagonals or scores may read the same element of its tensor; False at other levels.
         gradient_by_block: for each learned load, whether it may read one element per column in all
             rows of a q block. It does so where all rows have the same `row_values`.
+        gradient_is_stored: for each learned load, whether the kernel stores the gradient of every
+            score that it visits, because no other score reads the same element. The gradient is
+            not zero before.
         gradient_is_dscore: whether the gradient of the score, and of every learned load, is that of
             the modified score: `dscore` would return what it got.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
@@ -310,6 +313,7 @@ class BackwardHooks(ForwardHooks, Protocol):
 
     has_derivative: bool
     gradient_by_block: tuple[bool, ...]
+    gradient_is_stored: tuple[bool, ...]
     gradient_is_dscore: bool
     loads_per_score: bool
     loads_per_element: bool

@@ -5,7 +5,8 @@ on the level at which the load's index is known: over a whole work tile for "hea
 over the columns of a warp for "row", along the diagonals of a warp (`Diagonals`) for "relative"
 (q - kv). Gradients of other loads are added element by element. Where several diagonals or elements
 read the same entry, a thread sums them first (`common.place_runs`). All sums are float32, or exact
-in memory if sums have an order (`common.exact_sums`).
+in memory if sums have an order (`common.exact_sums`). The gradient of a full bias that has an
+element of its own for each score of the call is stored, not added.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class CapturedGrads(PlaceRuns):
         self.config = config
         self.softmax = softmax
         self.hooks = softmax.hooks
+        stored = any(self.hooks.gradient_is_stored)
+        if stored and (config.sum_order or not follows_p(config, self.hooks)):
+            raise ValueError("only `compute_ds` stores gradients, and only of float32")
         self.dtype = softmax.dtype
 
     def begin(self, totals: Any) -> CapturedSums:
@@ -116,7 +120,7 @@ class CapturedGrads(PlaceRuns):
     def _add_elements(
         self, i: int, first: Any, tile: KvBlock, grads: Sequence[Any], sums: CapturedSums
     ) -> None:
-        """Add four gradients of load `i`, whose level is "element", in memory.
+        """Add four gradients of load `i`, whose level is "element", in memory, or store them.
 
         Args:
             i: index of the load, a full bias.
@@ -132,7 +136,10 @@ class CapturedGrads(PlaceRuns):
             q, kv, inside = first + k % 2, tile.first_column + 8 * (k // 2), tile.inside[k // 2]
             place = self.place_of(i, site, total, q, kv)
             # outside of the tensors P is 0, but not dP, which may be NaN
-            self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
+            if self.hooks.gradient_is_stored[i]:  # zeros too: the memory holds anything
+                self.store_at((q < site.q_len) & inside, place, value)
+            else:
+                self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
 
     @cute.jit
     def compute_p_ds(

@@ -156,10 +156,12 @@ def rounded(
     dtype = inputs[0].dtype
     query, key, value = (t.detach().requires_grad_() for t in inputs)
     learned = [t.detach().to(dtype).requires_grad_() for t in captured]
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    group = query.shape[1] // key.shape[1]
+    keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     b, h, q, kv = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     scores = mod(*learned)(scores, b, h, q, kv).to(dtype).masked_fill(q < kv, -torch.inf)
-    out = torch.softmax(scores, -1) @ value
+    out = torch.softmax(scores, -1) @ values
     total = (out * weights[0]).sum() + (scores.float().logsumexp(-1) * weights[1]).sum()
     return list(torch.autograd.grad(total, [query, key, value, *learned]))
 
