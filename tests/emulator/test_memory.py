@@ -63,6 +63,27 @@ def test_a_load_to_a_wider_register_extends_the_sign_of_signed_types(kind: str) 
     np.testing.assert_array_equal(out, expected.astype(np.int64))
 
 
+def test_a_warp_that_polls_waits_for_a_later_warp_of_its_block() -> None:
+    body = """
+    ld.param.u64 %d1, [p0];
+    mov.u32 %r1, %tid.x;
+    setp.ge.u32 %p1, %r1, 32;
+    @%p1 bra SET;
+    WAIT:
+    ld.acquire.gpu.global.b32 %r2, [%d1];
+    setp.ne.b32 %p2, %r2, 7;
+    @%p2 bra WAIT;
+    bra DONE;
+    SET:
+    mov.b32 %r3, 7;
+    st.release.gpu.global.b32 [%d1], %r3;
+    DONE:
+    """
+    flag = np.zeros(1, np.uint32)
+    run(body, flag, block=(64, 1, 1))
+    assert flag[0] == 7
+
+
 @section("Local State Space", "Constant State Space", "cvta")
 def test_local_constant_and_generic_memory() -> None:
     variables = ".const .align 4 .b32 table[4] = {10, 20, 30, 40};"

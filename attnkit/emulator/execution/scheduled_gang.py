@@ -159,6 +159,8 @@ class ScheduledGang(Gang):
             del self.groups[pc]
             if type(result) is int:
                 self._add(result, m)
+                if self.yielded and self.polling:  # later blocks of the gang need not wait
+                    self._split(result, self.groups[result])
             else:
                 p, yes, no = result
                 self._add(yes, m & p)
