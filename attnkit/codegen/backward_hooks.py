@@ -61,6 +61,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         bias_first: whether the kernel loads the bias to the accumulator of S, see the hook
             `initial_scores`. Requires `adds_full_bias`.
         stored: numbers of captured tensors whose gradient is stored, see `gradient_is_stored`.
+        led: those whose gradient batch element 0 stores, see `gradient_is_led`.
 
     Attributes:
         has_derivative: whether the derivative of the score_mod with respect to the score is not 1.
@@ -79,6 +80,8 @@ class GraphBackward(GraphForward, LearnedIndices):
             `row_values`.
         gradient_is_stored: for each load with a gradient, whether the kernel stores it, because
             every score of the call has its own element.
+        gradient_is_led: for each load with a gradient, whether batch element 0 stores it and the
+            others add theirs, because every score of a batch element has its own element.
         loads_per_score: whether a captured tensor is read for every score, or every q - kv.
         loads_per_element: whether one is read for every score, at a place that depends on more than
             q - kv.
@@ -104,6 +107,7 @@ class GraphBackward(GraphForward, LearnedIndices):
         one_hot: bool = False,
         bias_first: bool = False,
         stored: Collection[int] = (),
+        led: Collection[int] = (),
     ) -> None:
         tables = frozenset[int]() if facts is None else facts.tables
         dscore = _GRAD if root is None else adjoint(root).dscore
@@ -171,9 +175,9 @@ class GraphBackward(GraphForward, LearnedIndices):
             repeats and load in self._block_loads.loads
             for load, repeats in zip(self._loads, self.gradient_repeats, strict=True)
         )
-        self.gradient_is_stored: tuple[bool, ...] = tuple(
-            int(str(load.attr)) in stored for load in self._loads
-        )
+        read = [int(str(load.attr)) for load in self._loads]
+        self.gradient_is_stored: tuple[bool, ...] = tuple(slot in stored for slot in read)
+        self.gradient_is_led: tuple[bool, ...] = tuple(slot in led for slot in read)
         emitted = ir.topo(*self._score.roots, *self._mask_stages.roots)
         levels = {level_of(n) for n in emitted if n.op == "load"}
         self.loads_per_element = Level.ELEMENT in levels

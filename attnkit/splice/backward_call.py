@@ -99,7 +99,8 @@ class Buffers:
         grads: gradients of query, key and value, with the strides of `BackwardCall.like`.
         written: the gradients that the kernels write: `grads`, or contiguous copies of them if the
             kernels cannot write these strides.
-        sums: float32 [units * UNIT], the accumulators of dQ, and of shared dK and dV.
+        sums: float32 [units * UNIT], the accumulators of dQ, and of shared dK and dV; then the
+            counters of `backward_leaders`, if there are any.
         rows: float32 words of the LSE, and of the delta, of each row.
         flags: one tensor of flags, set where a first writer has stored its part of dQ; empty if the
             kernel uses no flags.
@@ -269,8 +270,8 @@ class BackwardCall:
         make = fast_empty_strided(self.device) if fast else self._empty
         work, units = self.work, self.work.units
         grads = [make(*l, self.dtype) for l in self.like]
-        sums = make((sum(units) * UNIT,), (1,), torch.float32)
-        if sum(units[1:]):
+        sums = make((sum(units) * UNIT + work.leaders,), (1,), torch.float32)
+        if sum(units[1:]) + work.leaders:
             sums[units[0] * UNIT :].zero_()
         pairs = zip(scores, self.needs_grad, strict=False)  # tables of numbers have none
         parts = [] if self.sink_parts is None else [self.sink_parts]
@@ -319,17 +320,26 @@ class BackwardCall:
             *work.order_tables(),
             *[t.view(torch.int32) for t in buffers.flags],
             *([] if work.starts is None else [work.starts, buffers.written[0]]),
+            *self._leader_counters(buffers),
             inputs.scale,
             self.group,
             work.workers,
         )
+
+    def _leader_counters(self, buffers: Buffers) -> list[Tensor]:
+        """Return the counters of stored blocks of dS, int32 [kv blocks, heads * q blocks]."""
+        count, block = self.work.leaders, self.settings.block[1]
+        if not count:
+            return []
+        kv_blocks = -(-self.like[1][0][2] // block)
+        return [buffers.sums[-count:].view(torch.int32).view(kv_blocks, -1)]
 
     def _call_tensors(self, inputs: list[Tensor], buffers: Buffers) -> CallTensors:
         """Group the tensors of this call for `prepare_replay`."""
         units = self.work.units
         totals = [t for t in buffers.totals if t is not None]
         scratch = [buffers.sums, *buffers.rows, *buffers.flags]
-        zeros = 4 * units[0] * UNIT if sum(units[1:]) else None
+        zeros = 4 * units[0] * UNIT if sum(units[1:]) + self.work.leaders else None
         outputs = [*buffers.grads, *buffers.sink]
         learned = [i for i, t in enumerate(buffers.totals) if t is not None]
         written = [learned.index(s.slot) for s in self.stored]
@@ -590,8 +600,15 @@ def _kernels(
     large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
     runs, learned = kernel_call.runs, any(needs_grad)
-    work = backward_work(runs, settings, query, key, value, workers, emulated, learned)
+    call = CallSizes.of(query, key)
+    alone, shared = stored_gradients(program.score, needs_grad, settings, indices, call)
+    leads = bool(shared) and (runs is None or runs.batch == 1)
+    work = backward_work(runs, settings, query, key, value, workers, emulated, learned, leads)
     rounding = settings  # of the postprocess, which does not depend on who writes dQ first
+    if work.leaders:
+        settings = settings.with_leaders()
+    else:
+        shared = {}
     if work.first_writer:
         settings = settings.with_first_writer()
     elif work.starts is not None:
@@ -600,12 +617,10 @@ def _kernels(
     if settings.one_hot:
         ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
         table = int(str(load.attr))
-    call = CallSizes.of(query, key)
-    stores = stored_gradients(program.score, needs_grad, settings, indices, call)
-    stored = tuple(
-        StoredGradient(i, unwritten(at, captured.scores[i].shape, runs, settings, call, device))
-        for i, at in stores.items()
-    )
+    stored = []
+    for i, index in (alone | shared).items():
+        gap = unwritten(index, captured.scores[i].shape, runs, settings, call, device)
+        stored.append(StoredGradient(i, i in shared, gap))
     with_lse = inputs.grad_lse is not None or settings.with_entropy
     with_sink = inputs.needs_sink_grad
     # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
@@ -623,7 +638,8 @@ def _kernels(
             large,
             indices,
             graphs.facts,
-            tuple(stores),
+            tuple(alone),
+            tuple(shared),
         ),
         postprocess=_postprocess(rounding, work, after),
         shifts=before is not None,
@@ -631,7 +647,7 @@ def _kernels(
         needs_grad=needs_grad,
         table=table,
         reads_sink=reads_sink,
-        stored=stored,
+        stored=tuple(stored),
     )
 
 

@@ -144,6 +144,7 @@ def main_source(
     indices: LoadIndices,
     facts: NumberFacts | None = None,
     stored: tuple[int, ...] = (),
+    led: tuple[int, ...] = (),
 ) -> Source:
     """Return the source of the main backward kernel, which computes the gradients.
 
@@ -157,6 +158,7 @@ def main_source(
         indices: the loads of the graphs and bounds whose index the kernel wraps or clamps.
         facts: what is known of numbers that the score_mod reads from tables.
         stored: numbers of the score's tensors whose gradient is stored, see `stored_gradients`.
+        led: those whose gradient batch element 0 stores.
     """
 
     roots = [n for n in (program.score, program.mask) if n is not None]
@@ -181,6 +183,7 @@ def main_source(
             one_hot=settings.one_hot,
             bias_first=settings.bias_first,
             stored=stored,
+            led=led,
         )
         totals = [ndim for (_, ndim, _), need in zip(captured, needs_grad, strict=False) if need]
         arguments = main_arguments(
@@ -195,6 +198,7 @@ def main_source(
             deterministic=settings.deterministic,
             first_writer=settings.first_writer,
             whole_heads=settings.whole_heads,
+            leaders=settings.leaders,
         )
         return Build(settings.template.main(settings, hooks), arguments, settings.template.options)
 
@@ -204,8 +208,8 @@ def main_source(
     parts = ["backward", program.text, intervals, str(settings), str(shape), str(flags)]
     if facts is not None:
         parts.append(f"numbers {sorted(facts.tables)} {facts.positive}")
-    if stored:
-        parts.append(f"stored {stored}")
+    if stored or led:
+        parts.append(f"stored {stored} {led}")
     key = "\n".join(parts)
     return Source(key, settings.target.arch, build, f"backward {_title(settings)}")
 

@@ -143,6 +143,10 @@ class BackwardSettings:
         """Return a copy of the settings with `whole_heads` set to True."""
         return self._with("whole_heads")
 
+    def with_leaders(self) -> BackwardSettings:
+        """Return a copy of the settings with `leaders` set to True."""
+        return self._with("leaders")
+
     def _with(self, switch: str) -> BackwardSettings:
         return replace(self, items=tuple(sorted((self.values | {switch: True}).items())))
 
@@ -171,6 +175,11 @@ class BackwardSettings:
     def bias_first(self) -> bool:
         """Return whether the main kernel loads a full bias to the accumulator of S."""
         return bool(self.values.get("bias_first"))
+
+    @property
+    def leaders(self) -> bool:
+        """Return whether batch element 0 stores the gradient of a bias before others add theirs."""
+        return bool(self.values.get("leaders"))
 
     @property
     def pack_gqa(self) -> bool:

@@ -33,6 +33,8 @@ class BackwardWork:
             memset.
         starts: int32 [heads], see `attnkit.schedule.whole_heads`; None unless a CTA computes whole
             heads.
+        leaders: number of counters of stored blocks of dS, if batch element 0 stores the gradient of
+            a bias before others add theirs; else 0.
         units: number of units (`UNIT` floats) of the float32 sums: of dQ, of shared dK, of shared
             dV, and of dK and dV of split kv tiles together.
         rows: number of rows that have an LSE and a delta.
@@ -48,6 +50,7 @@ class BackwardWork:
     flags: int
     first_writer: bool
     starts: Tensor | None
+    leaders: int
     units: tuple[int, int, int, int]
     rows: int
     counters: int
@@ -79,6 +82,7 @@ def backward_work(
     workers: int,
     emulated: bool,
     learned: bool = False,
+    leaders: bool = False,
 ) -> BackwardWork:
     """Return the tables of a backward on the device of `query`, cached under `runs`.
 
@@ -89,6 +93,7 @@ def backward_work(
         workers: number of CTAs that run at once.
         emulated: whether the kernels are executed on the CPU.
         learned: whether captured tensors need a gradient.
+        leaders: whether batch element 0 should lead, see `BackwardWork.leaders`.
     """
     if runs is None:
         runs = full_runs(query.shape[2], key.shape[2], settings.block, query.device)
@@ -97,13 +102,15 @@ def backward_work(
     def build() -> BackwardWork:
         rows = query.shape[0] * query.shape[1] * max(tiles.q_blocks, tiles.kv_blocks)
         fine = retile(on_host_if_few(tiles, rows), settings.block)
-        tables = build_tables(fine, settings, query, key, workers, emulated, learned)
+        tables = build_tables(fine, settings, query, key, workers, emulated, learned, leaders)
         tables = tables.to(query.device)
         wait_for_tables(query.device)
         return tables
 
     shapes = query.shape, key.shape, value.shape
-    return cached_for_runs(runs, ("backward", settings, shapes, emulated, workers, learned), build)
+    return cached_for_runs(
+        runs, ("backward", settings, shapes, emulated, workers, learned, leaders), build
+    )
 
 
 def build_tables(
@@ -114,6 +121,7 @@ def build_tables(
     workers: int,
     emulated: bool,
     learned: bool = False,
+    leaders: bool = False,
 ) -> BackwardWork:
     """Build the tables of a backward from `runs` in the kernel's tile sizes, on their device."""
     head = runs
@@ -122,6 +130,10 @@ def build_tables(
     batch, heads = query.shape[0], _heads(settings, query, key)
     (wide, deep), (rows, columns) = settings.widths, settings.block
     schedule, first = scheduled(runs, settings, query, key, workers, head)
+    if leaders:
+        led, _ = scheduled(runs, settings, query, key, workers, head, always_adds=True)
+        leaders = batch_ascends(led)
+        schedule, first = (led, "no CTA may wait for dQ") if leaders else (schedule, first)
     whole: WholeHeads | str = "sums of captured gradients leave no registers"
     if not learned:
         whole = whole_heads(runs, settings, schedule, first, head)
@@ -159,6 +171,7 @@ def build_tables(
         flags=2 * batch * heads * runs.q_blocks * (first_writer and not order),
         first_writer=first_writer,
         starts=whole.starts if isinstance(whole, WholeHeads) else None,
+        leaders=runs.kv_blocks * heads * runs.q_blocks * leaders,
         units=(units[0], units[1], units[2], units[3]),
         rows=batch * heads * runs.q_blocks * rows,
         counters=1 + COUNTERS * split,
@@ -190,6 +203,7 @@ def scheduled(
     key: Tensor,
     workers: int,
     head: BlockRuns | None = None,
+    always_adds: bool = False,
 ) -> tuple[Schedule, FirstWriters | str]:
     """Schedule the kv tiles, and choose at which q tiles each work tile is first writer of dQ.
 
@@ -199,6 +213,7 @@ def scheduled(
         query, key: tensors of the call; only their shapes are read.
         workers: number of CTAs that run at once.
         head: tiles of one head if `runs` packs several.
+        always_adds: whether no work tile may be first writer.
 
     Returns:
         The schedule; and its first writers, or the reason as text why it has none.
@@ -222,13 +237,29 @@ def scheduled(
         order=settings.values["sum_order"] or "longest",
         split=template.splits(settings),
     )
-    if not template.first_writer(settings):
+    if always_adds or not template.first_writer(settings):
         return schedule, "this kernel always adds"
     if settings.deterministic:
         return schedule, first_writers(runs, schedule)
     floats = batch * heads * runs.q_blocks * rows * wide
     choice = choose_first_writers(runs, schedule, floats, head)
     return (schedule, choice) if isinstance(choice, str) else choice
+
+
+def batch_ascends(schedule: Schedule) -> bool:
+    """Return whether batch element 0 precedes the others at each kv tile of each head in the list.
+
+    Work tiles may then wait for that of batch element 0: those that they wait for are claimed
+    before them.
+    """
+    shape, device = schedule.shape, schedule.b.device
+    place = (schedule.h * schedule.blocks + schedule.tile).to(torch.int64)
+    index = torch.arange(place.numel(), device=device)
+    lead = schedule.b == 0
+    size = shape.heads * schedule.blocks
+    last = torch.full((size,), -1, device=device)
+    last = last.scatter_reduce(0, place[lead], index[lead], "amax")
+    return bool((index > last[place])[~lead].all())
 
 
 def whole_heads(

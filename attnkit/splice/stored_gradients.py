@@ -2,7 +2,9 @@
 
 Each score adds its gradient to that of the element of the bias that it reads. If no other score of
 the call reads this element, as in `table[b, h, q, kv]`, the sum has one term, and the main kernel
-stores it: that costs less than an addition, and the memory need not be zero before. It then holds
+stores it: that costs less than an addition, and the memory need not be zero before. If batch
+elements share a bias, as `table[h, q, kv]`, one of them stores and the others add, see
+`templates.sm90.backward_leaders`. The memory then holds
 what was there in blocks that the mask leaves empty, and beyond the lengths of the call. A kernel of
 its own clears these elements, from tables that are built with the work list.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,10 +77,12 @@ class StoredGradient:
 
     Attributes:
         slot: number of its tensor among those that the score captures.
+        led: whether batch element 0 stores it, and the others add theirs.
         unwritten: the elements to clear; None if there are none.
     """
 
     slot: int
+    led: bool
     unwritten: Unwritten | None
 
 
@@ -88,7 +92,7 @@ def stored_gradients(
     settings: BackwardSettings,
     indices: LoadIndices,
     sizes: CallSizes,
-) -> dict[int, tuple[Node, ...]]:
+) -> tuple[dict[int, tuple[Node, ...]], dict[int, tuple[Node, ...]]]:
     """Return the tensors whose gradients the main kernel can store.
 
     Args:
@@ -99,24 +103,29 @@ def stored_gradients(
         sizes: sizes of the call.
 
     Returns:
-        By number of the tensor, the index at which the scores read it.
+        By number of the tensor, the index at which the scores read it: of tensors of which each
+        score has its own element, and of those of which each score of a batch element has.
     """
     if score is None or not settings.bias_first or settings.deterministic:
-        return {}
+        return {}, {}
     learned = cached_learned_loads(score, needs_grad, settings.row_sums).scores
     of_score = (adjoint(score).dscore, *(cotangent for _, cotangent in learned))
     repeat = any(index_level(n) is Level.ELEMENT and index_repeats(n) for n, _ in learned)
     if repeat or any(n is not arg("grad") for n in of_score):
-        return {}  # the kernel computes gradients where it has the scores, and adds them
+        return {}, {}  # the kernel computes gradients where it has the scores, and adds them
     readers = [n.attr for n in ir.topo(score) if n.op == "load"]
-    found = {}
+    own: dict[int, tuple[Node, ...]] = {}
+    shared: dict[int, tuple[Node, ...]] = {}
     for load, _ in learned:
         slot = int(str(load.attr))
         exact = not indices.wraps(load) and load not in indices.clamp
-        own = readers.count(load.attr) == 1 and owns_elements(load.args, sizes)
-        if exact and own:
-            found[slot] = load.args
-    return found
+        if not exact or readers.count(load.attr) > 1:
+            continue
+        if owns_elements(load.args, sizes):
+            own[slot] = load.args
+        elif owns_elements(load.args, replace(sizes, batch=1)):
+            shared[slot] = load.args
+    return own, shared
 
 
 def owns_elements(index: Sequence[Node], sizes: CallSizes) -> bool:

@@ -69,14 +69,17 @@ class ExactSums:
             ],
         )
 
-    def store_at(self, condition: Any, target: cute.Pointer, value: Any) -> None:
+    def store_at(
+        self, condition: Any, target: cute.Pointer, value: Any, again: bool = False
+    ) -> None:
         """Store a float32 in global memory, in the lanes where `condition` is true.
 
-        Use this for a sum of one value. The kernel does not read it again, so that it need not
+        Use this for the first value of a sum. Memory to which nothing is added `again` need not
         stay in a cache.
         """
+        kind = "st.global.f32" if again else "st.global.cs.f32"
         cute.arch.inline_ptx(
-            "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; @p st.global.cs.f32 [{$r1}], {$r2}; }",
+            f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p {kind} [{{$r1}}], {{$r2}}; }}",
             read_only_args=[
                 cutlass.select_(condition, Int32(1), Int32(0)),
                 target.toint(),

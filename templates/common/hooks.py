@@ -303,6 +303,8 @@ class BackwardHooks(ForwardHooks, Protocol):
         gradient_is_stored: for each learned load, whether the kernel stores the gradient of every
             score that it visits, because no other score reads the same element. The gradient is
             not zero before.
+        gradient_is_led: for each learned load, whether batch elements share its elements, so that
+            batch element 0 stores the gradients and the others add theirs.
         gradient_is_dscore: whether the gradient of the score, and of every learned load, is that of
             the modified score: `dscore` would return what it got.
         loads_per_score: whether a captured tensor is read for every score or every q - kv.
@@ -314,6 +316,7 @@ class BackwardHooks(ForwardHooks, Protocol):
     has_derivative: bool
     gradient_by_block: tuple[bool, ...]
     gradient_is_stored: tuple[bool, ...]
+    gradient_is_led: tuple[bool, ...]
     gradient_is_dscore: bool
     loads_per_score: bool
     loads_per_element: bool

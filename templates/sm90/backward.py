@@ -57,6 +57,7 @@ from attnkit.templates.sm90.backward_epilogue import (
     wait_staging_empty,
 )
 from attnkit.templates.sm90.backward_first_writer import FirstWriterReduce
+from attnkit.templates.sm90.backward_leaders import LeaderReduce
 from attnkit.templates.sm90.backward_lse_in_mma import LseInMma
 from attnkit.templates.sm90.backward_mma import (
     ConsumerMma,
@@ -168,6 +169,8 @@ class Backward:
             self.dq_reduce = self.deterministic
         elif config.first_writer:
             self.dq_reduce = FirstWriterReduce(config.chunk)
+        elif config.leaders:
+            self.dq_reduce = LeaderReduce(config.chunk)
         self.one_hot: Any = OneHot(config, hooks) if config.one_hot else None
         self.held_steps = _held_steps(config, hooks, self.by_score)
         if self.lse_in_mma.with_slope and self.held_steps:
@@ -219,7 +222,8 @@ class Backward:
                 tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
                 bins, see `common.exact_sums`.
             order: empty if sums have no order. With `whole_heads`: `HEAD_STARTS` and `GRAD_QUERY`. With `first_writer` only: int32 flags of the chunks
-                of dQ, zero. With `sum_order`: the tensors of `common.semaphore.OrderTable`. The
+                of dQ, zero. With `leaders` only: int32 [kv blocks, H * q blocks], zero, see
+                `backward_leaders`. With `sum_order`: the tensors of `common.semaphore.OrderTable`. The
                 semaphores of dQ are initially the first turn of their row, those of dK and dV are
                 0; there is one per chunk of the sums. The kernel restores these values.
             scale: softmax scale.
@@ -688,6 +692,8 @@ class Backward:
         if c.whole_heads:  # before a work tile's last chunk, dK and dV pass through the staging
             own = place[0] + 2 * (block.word >> 2)
             next_chunk = cutlass.select_(last, Int32(-1), own)
+        elif c.leaders:
+            next_chunk = place[0] + 2 * (block.word >> 2)
         if first:
             self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count, free, next_chunk)
         else:

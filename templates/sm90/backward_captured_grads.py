@@ -6,7 +6,8 @@ over the columns of a warp for "row", along the diagonals of a warp (`Diagonals`
 (q - kv). Gradients of other loads are added element by element. Where several diagonals or elements
 read the same entry, a thread sums them first (`common.place_runs`). All sums are float32, or exact
 in memory if sums have an order (`common.exact_sums`). The gradient of a full bias that has an
-element of its own for each score of the call is stored, not added.
+element of its own for each score of the call is stored, not added; one that the batch shares is
+stored by one batch element (`backward_leaders`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from attnkit.templates.common.place_runs import CapturedSums, PlaceRuns
 from attnkit.templates.common.work_tile import APPLY_MASK
 from attnkit.templates.sm90.backward_bias_first import recompute_addresses
 from attnkit.templates.sm90.backward_config import BackwardConfig
+from attnkit.templates.sm90.backward_leaders import LEADER
 from attnkit.templates.sm90.backward_shared import load_pair
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
 
@@ -57,7 +59,7 @@ class CapturedGrads(PlaceRuns):
         self.config = config
         self.softmax = softmax
         self.hooks = softmax.hooks
-        stored = any(self.hooks.gradient_is_stored)
+        stored = any((*self.hooks.gradient_is_stored, *self.hooks.gradient_is_led))
         if stored and (config.sum_order or not follows_p(config, self.hooks)):
             raise ValueError("only `compute_ds` stores gradients, and only of float32")
         self.dtype = softmax.dtype
@@ -138,6 +140,11 @@ class CapturedGrads(PlaceRuns):
             # outside of the tensors P is 0, but not dP, which may be NaN
             if self.hooks.gradient_is_stored[i]:  # zeros too: the memory holds anything
                 self.store_at((q < site.q_len) & inside, place, value)
+            elif self.hooks.gradient_is_led[i]:
+                inside, leads = (q < site.q_len) & inside, site.b == LEADER
+                self.store_at(inside & leads, place, value, again=True)
+                follows = inside & (site.b != LEADER)
+                self.add_where(follows & (value != Float32(0.0)), place, value)
             else:
                 self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
 

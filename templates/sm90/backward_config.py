@@ -42,6 +42,8 @@ class BackwardConfig:
             `backward_one_hot`, for q blocks of 64 rows.
         bias_first: initialise the accumulator of S to the bias, see `backward_bias_first`, for mods
             that only add terms to the score that do not depend on it, and q blocks of 64 rows.
+        leaders: batch element 0 stores the gradient of a bias that the batch shares, and the
+            others wait for it, see `backward_leaders`.
     """
 
     dtype: str = "bfloat16"
@@ -59,6 +61,7 @@ class BackwardConfig:
     with_dropout: bool = False
     one_hot: bool = False
     bias_first: bool = False
+    leaders: bool = False
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -126,6 +129,8 @@ class BackwardConfig:
             return f"sums by class with block_q={self.block_q} and sum_order={self.sum_order!r}: expected {ROWS} and ''"
         if self.bias_first and (self.rounded or self.weights):
             return f"a bias first with block_q={self.block_q} and weights={self.weights}: expected {ROWS} and a softmax"
+        if self.leaders and (self.sum_order or self.first_writer or self.whole_heads):
+            return "leaders with another order of sums"
         if self.with_entropy and self.with_dropout:
             return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):

@@ -21,6 +21,7 @@ from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     CONSUMERS,
     DQ_THREADS,
+    NO_CHUNK,
     NOTE_WORDS,
     WARP,
     WARPGROUP,
@@ -113,7 +114,19 @@ class Epilogue:
                 cute.arch.mbarrier_arrive(k_empty)
                 # without `accumulate`, `write_dk_dv` has already waited
                 free = waited or not self.config.accumulate
-                self.send_dq(dq, note, out, q_count - 1, free)
+                if const_expr(self.config.leaders):
+                    self.send_dq(dq, note, out, q_count - 1, free, next_chunk, kv_count)
+                else:
+                    self.send_dq(dq, note, out, q_count - 1, free)
+        elif const_expr(self.config.leaders):  # the kernel's first q block: no chunk precedes it
+            self.announce_first(next_chunk, kv_count, out)
+
+    def announce_first(self, next_chunk: Any, kv_count: Any, out: Outputs) -> None:
+        """Send a note without a chunk, which announces the first q block, see `backward_leaders`."""
+        wait_staging_empty(out.wg)
+        note = (Int32(NO_CHUNK), Int32(0), Int32(-1), next_chunk, kv_count)
+        self.write_note(out.info, note, out.wg, out.thread)
+        self.announce(out)
 
     def send_dq(
         self, dq: cute.Tensor, note: tuple, out: Outputs, q_count: Int32, free: bool = False,
@@ -128,7 +141,8 @@ class Epilogue:
             q_count: index of the q block.
             free: see `send`.
             next_chunk: the next chunk of the same turn, if it is known.
-            kv_count: index of the chunk's work tile, if heads are whole.
+            kv_count: index of the chunk's work tile, if heads are whole; of that of the next chunk
+                with leaders.
         """
         device.arrive(out.bars.ds_empty + (q_count & 1))
         if self.config.whole_heads:
@@ -138,7 +152,9 @@ class Epilogue:
             self.whole_heads.send(dq, note[0], following, kv_count, out)
             self.announce(out)
             return
-        rest = () if next_chunk is None else (next_chunk,)
+        rest: tuple = () if next_chunk is None else (next_chunk,)
+        if self.config.leaders and rest:
+            rest = next_chunk, kv_count
         self.send(dq, (*note, Int32(-1), *rest), out, free)
 
     def send(self, chunk: cute.Tensor, note: tuple, out: Outputs, free: bool = False) -> None:
@@ -190,8 +206,11 @@ class Epilogue:
             if const_expr(self.config.sum_order):
                 for i in cutlass.range_constexpr(1, NOTE_WORDS):
                     info[at + i] = note[i] if i < len(note) else Int32(-1)
-            if const_expr(self.config.first_writer):
+            if const_expr(self.config.first_writer or self.config.leaders):
                 info[at + ChunkNote.NEXT_CHUNK] = note[3] if len(note) > 3 else Int32(-1)
+            if const_expr(self.config.leaders and len(note) > 4):
+                record = record_of(self.config, note[4] & 1)
+                info[at + ChunkNote.NEXT_KV_BLOCK] = info[record + WorkTile.KV_BLOCK]
 
     @cute.jit
     def write_end(self, info: cute.Tensor, wg: Int32, thread: Int32):

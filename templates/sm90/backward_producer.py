@@ -25,6 +25,7 @@ from attnkit.templates.common.work_tile import (
     next_block,
 )
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
+from attnkit.templates.sm90.backward_leaders import wait_for_leader
 from attnkit.templates.sm90.backward_shared import (
     FIRST_WRITER_BLOCK,
     HEAD_STARTS,
@@ -180,6 +181,8 @@ class Producer:
                     stores, finishes = Int32(4 * FIRST_WRITER_BLOCK), Int32(4 * LAST_WRITER_BLOCK)
                     q_word += cutlass.select_(row_block >= store_begin, stores, Int32(0))
                     q_word += cutlass.select_(row_block < store_end, finishes, Int32(0))
+                if const_expr(c.leaders):
+                    wait_for_leader(lists.order[0], kv_block, b, h * own_blocks + block)
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
                 cute.arch.mbarrier_wait(bars.q_empty + r, q_phase(c, q_count) ^ 1)
                 with cute.arch.elect_one():

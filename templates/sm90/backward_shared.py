@@ -60,6 +60,7 @@ class ChunkNote(IntEnum):
     TURN = 1  # deterministic: the turn at which to add the chunk
     FOLLOWING = 2  # deterministic: the turn after it; -1: look it up
     NEXT_CHUNK = 3  # index of the consumer's next chunk; -1: not known
+    NEXT_KV_BLOCK = 2  # leaders: the kv block of that chunk
     # whole heads: of the chunk
     HEAD = 1
     BATCH = 2
