@@ -295,6 +295,10 @@ class SoftmaxBackward:
         scaled = [device.shifted(s, factor, a) for s, a in zip(x, addends, strict=True)]
         if bounds is not None:
             scaled = [s - bounds[j] for s, (j, *_) in zip(scaled, places, strict=True)]
+        if self.config.bias_first:
+            # The LSE of a row whose bias is very large is rounded to a multiple of more than 100. P is
+            # then wrong, but must stay finite: the row's dO may be 0, and 0 * inf is NaN.
+            scaled = [cutlass.min(s, Float32(1.0)) for s in scaled]
         return [device.exp2(s) for s in scaled], slope
 
     def mask_bits(self, block: QBlock, tile: KvBlock, first: Any) -> list[Any]:

@@ -442,7 +442,7 @@ class Forward:
             base = self.scores.apply_score_mod(tile, block, mma.acc_s)
             if num_masked != 0:
                 self.scores.apply_mask(self.scores.mask_bits(tile, kv_block, True), mma.acc_s)
-            base = self.softmax.bases(tile, block, base, mma.acc_s)
+            base = self.softmax.bases(tile, block, base, mma.acc_s, state)
             self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
             drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1

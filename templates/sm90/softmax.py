@@ -163,19 +163,29 @@ class Softmax:
             moment[r] = product_sum
         return _added(sums)
 
-    def bases(self, tile: TileValues, block: BlockValues, base: Any, acc_s: cute.Tensor) -> Any:
+    def bases(
+        self, tile: TileValues, block: BlockValues, base: Any, acc_s: cute.Tensor, state: RowState
+    ) -> Any:
         """Return the term to add to the scores of each row of a block, after the mask.
 
         It is `base`, what `Scores.apply_score_mod` returned, unless a block with `columns_in_mma` is
-        odd. Scores of rows of such a block are counted from their maximum if it is very large:
-        beside it the product with the factor would round to something else than the product of the
-        maximum with the factor.
+        odd, or a row with `bias_first` has a very large maximum. Scores of such rows are counted from
+        their maximum: the product of a score with the factor, which is exact, would otherwise differ
+        from the product of the maximum with the factor, which is rounded.
         """
-        if block.odd is None:
+        odd = block.odd
+        if odd is None and not self.config.bias_first:
             return base
+        factor = self.scores.factor(tile)
+        limit = largest_term(Float32(1.0) if factor is None else factor)
+        if self.config.bias_first:
+            large = Boolean(False)
+            for r in range(ROWS):  # rows that have kept nothing yet, too
+                large = large | (state.max[r] <= -limit) | (state.max[r] >= limit)
+            odd = cute.arch.vote_any_sync(large)
         bases = cute.make_rmem_tensor(ROWS, Float32)  # f32 [2]
-        bases.fill(base)
-        self._count_from_maxima(block.odd, largest_term(self.scores.factor(tile)), acc_s, bases)
+        bases.fill(0.0 if base is None else base)
+        self._count_from_maxima(odd, limit, acc_s, bases)
         return tuple(bases[r] for r in range(ROWS))
 
     @cute.jit
@@ -253,7 +263,7 @@ class Softmax:
             self.scores.mask_if(*masked, tile, acc_s)
         if kind != "sigmoid":
             self.scores.apply_mask(bits, acc_s)
-        base = self.bases(tile, block, base, acc_s)
+        base = self.bases(tile, block, base, acc_s, state)
         if self.config.weights:
             self._write_weights(bits, acc_s, p, factor)
         elif kind == "no-max":

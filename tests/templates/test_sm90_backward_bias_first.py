@@ -136,6 +136,18 @@ def test_scale(scale: float) -> None:
     check(draw(LENGTH), mod, CAUSAL, [torch.randn(shape)], scale=scale)
 
 
+@pytest.mark.parametrize("size", first_of([(-1e10,), (-1e30,), (1e12,)]))
+def test_padded_rows_of_a_very_large_bias(size: float) -> None:
+    """Rows whose output has no gradient add zeros, although their P is not exact."""
+    mod, shape = LEARNED["by head"]
+    inputs, weights = draw(LENGTH)
+    for t in weights:
+        t[:, :, 40:50] = 0
+    bias = torch.randn(shape)
+    bias[:, 40:50] = size
+    check((inputs, weights), mod, CAUSAL, [bias])
+
+
 @pytest.mark.parametrize("low", first_of([(-1e30,), (-torch.inf,)]))
 def test_bias_as_mask(low: float) -> None:
     """A bias that is very low where a mask would be empty, also in whole rows of a block."""
