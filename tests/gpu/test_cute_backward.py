@@ -298,6 +298,20 @@ def test_full_bias_of_several_batch_elements(length: int, learned: bool) -> None
     backward_kit.check(Variant(mod, masks.causal()), case)
 
 
+@pytest.mark.parametrize("length", [300, 1100])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_full_bias_with_an_element_for_each_score(length: int, dim: int) -> None:
+    """The table is larger than the lengths; what no score reads has a gradient of zero."""
+    random = torch.Generator().manual_seed(length)
+    shape = (2, 3, length + 20, length + 84)
+    bias = torch.randn(shape, generator=random).to(kit.DEVICE).requires_grad_()
+    sizes = {"heads": 3, "kv_heads": 3, "head_dim": dim, "value_dim": dim}
+    case = wide(length, length, batch=2, kv_batch=2, **sizes)
+    mod = lambda s, b, h, q, kv: s + bias[b, h, q, kv]
+    for mask in (None, masks.causal(), masks.sliding_window(200)):
+        backward_kit.check(Variant(mod, mask), case)
+
+
 def test_one_tensor_as_query_and_key() -> None:
     shared = torch.randn(1, 2, 200, 64, device=kit.DEVICE).to(BF16).requires_grad_()
     value = torch.randn_like(shared)

@@ -273,3 +273,28 @@ def test_block_mask_of_pytorch() -> None:
     mask = flex.create_block_mask(band, None, None, 515, 515, kit.DEVICE)
     found = kit.forward(Variant(None, mask), case)
     assert not kit.wrong(found, kit.dense(Variant(None, band), case), case)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", [-math.inf, -1e30, -1e9, 1e6])
+def test_terms_of_columns_of_all_sizes(dim: int, size: float) -> None:
+    """A padded column has a very low term. The sums of a forgetting gate grow with the length."""
+    random = torch.Generator().manual_seed(dim)
+    sums = torch.randn(2, 1000, generator=random).abs().cumsum(1).to(kit.DEVICE)
+    padded = sums.clone()
+    padded[:, 300:420] = -size
+    case = wide(1000, 1000, head_dim=dim, value_dim=dim)
+    for table in (sums, padded):
+        mod = lambda s, b, h, q, kv, table=table: s + sums[h, q] - table[h, kv]
+        kit.check(Variant(mod, masks.causal()), case)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("columns", [1000, 1003])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_full_bias_with_rows_of_any_alignment(dim: int, columns: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(columns)
+    bias = torch.randn(2, 1000, columns, generator=random).to(kit.DEVICE, dtype)
+    case = wide(1000, columns, batch=2, kv_batch=2, head_dim=dim, value_dim=dim)
+    for mask in (None, masks.causal(), masks.sliding_window(200)):
+        kit.check(Variant(lambda s, b, h, q, kv: s + bias[h, q, kv], mask), case)
