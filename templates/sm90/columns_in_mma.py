@@ -64,7 +64,7 @@ from attnkit.templates.sm90.forward_producer import (
 COLUMNS_WARP = 3  # the warp that writes the terms
 GROUP = 8  # rows of K in a core matrix
 GROUP_WORDS = 4  # 32-bit words of one part of the terms of a group
-LIMIT = 2.0**20  # bound on the terms that the MMA adds, in log2 units
+LIMIT = 2.0**16  # bound on the terms that the MMA adds, in log2 units
 
 
 def columns_mma(block_kv: int) -> cute.TiledMma:

@@ -276,7 +276,7 @@ def test_block_mask_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("size", [-math.inf, -1e30, -1e9, 1e6])
+@pytest.mark.parametrize("size", [-math.inf, -1e30, -1e9, 1e4])
 def test_terms_of_columns_of_all_sizes(dim: int, size: float) -> None:
     """A padded column has a very low term. The sums of a forgetting gate grow with the length."""
     random = torch.Generator().manual_seed(dim)
