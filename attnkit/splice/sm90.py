@@ -247,13 +247,13 @@ def copy_bias(
         variant: the variant that the kernel computes.
         tensors: tensors that its score_mod reads, by slot.
     """
-    from attnkit.templates.sm90.config import SMEM_BYTES, ForwardConfig
+    from attnkit.templates.sm90.config import SMEM_BYTES, WARPGROUP_ROWS, ForwardConfig
 
     bias = copied_bias(variant.form.bias, tensors, variant.indices)
-    if bias is None:
+    rows, widest = kernel.block
+    if bias is None or rows != 2 * WARPGROUP_ROWS:  # two idle warps copy, one for each warpgroup
         return kernel
     size = bias.element_size()
-    rows, widest = kernel.block
     head_dim, head_dim_v = padded_head_dims(head_dims)
     for columns, stages in itertools.product((widest, min(widest, NARROW)), (4, 2)):
         config = ForwardConfig(
