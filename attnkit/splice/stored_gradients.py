@@ -2,11 +2,12 @@
 
 Each score adds its gradient to that of the element of the bias that it reads. If no other score of
 the call reads this element, as in `table[b, h, q, kv]`, the sum has one term, and the main kernel
-stores it: that costs less than an addition, and the memory need not be zero before. If batch
-elements share a bias, as `table[h, q, kv]`, one of them stores and the others add, see
-`templates.sm90.backward_leaders`. The memory then holds
-what was there in blocks that the mask leaves empty, and beyond the lengths of the call. A kernel of
-its own clears these elements, from tables that are built with the work list.
+stores it. A store costs less than an addition, and the memory need not be zero before. If batch
+elements share a bias, as in `table[h, q, kv]`, one of them stores and the others add, see
+`templates.sm90.backward_leaders`.
+
+Blocks that the mask leaves empty, and elements beyond the lengths of the call, are not stored. A
+kernel of its own clears them, from tables that are built with the work list.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ def stored_gradients(
         sizes: sizes of the call.
 
     Returns:
-        By number of the tensor, the index at which the scores read it: of tensors of which each
-        score has its own element, and of those of which each score of a batch element has.
+        Two dictionaries, from the number of a tensor to the index at which the scores read it. In
+        the tensors of the first, each score of the call has its own element. In those of the
+        second, each score of a batch element has its own, and batch elements share it.
     """
     if score is None or not settings.bias_first or settings.deterministic:
         return {}, {}

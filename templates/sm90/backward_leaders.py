@@ -4,16 +4,16 @@ A bias `table[h, q, kv]` has one element for the scores of all batch elements. B
 leader, stores its dS, so that the gradient need not be zero before. The others, the followers, add
 theirs once the leader has stored that block of dS.
 
-Each block of dS has a counter, which is 0 before the launch. A consumer of a leader counts its half
-of the block in the note that it sends to the warp that adds dQ: the stores of a q block precede the
-note of the chunk before it. That warp adds 1 to the counter when it has passed the barrier of the
-note. The producer of a follower waits for both halves before it loads Q of the block, so that the
-consumers of the follower wait for nothing new.
+Each block of dS has a counter, which is 0 before the launch. The consumers of the leader store dS of
+a q block, then send dQ of the q block before it to the warp that adds it. That warp adds 1 to the
+counter of the block that is stored, once for each consumer. The producer of a follower waits for
+both consumers before it loads Q of the block, so that the consumers of the follower wait for nothing
+new.
 
-A work tile waits for earlier ones of the list only, and the work tile that is first in the list of
-all that are not complete waits for none. A chunk of dQ, however, is sent while the next work tile
-of the CTA is computed, which may wait. So no CTA may wait for a chunk: there is no first writer of
-dQ, and the block counts in the note before its own.
+There is no deadlock. A work tile waits only for earlier ones of the list. CTAs claim them in the
+order of the list, so that the earliest one that is not complete waits for none. For this, no CTA may
+wait for dQ of another one: the last dQ of a work tile is sent during the next work tile of the CTA,
+which may be waiting for its leader. So no kv block is first writer of dQ.
 """
 
 from __future__ import annotations
