@@ -63,6 +63,7 @@ def test_a_load_to_a_wider_register_extends_the_sign_of_signed_types(kind: str) 
     np.testing.assert_array_equal(out, expected.astype(np.int64))
 
 
+@section("ld", "st")
 def test_a_warp_that_polls_waits_for_a_later_warp_of_its_block() -> None:
     body = """
     ld.param.u64 %d1, [p0];

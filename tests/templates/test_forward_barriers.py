@@ -17,20 +17,22 @@ from attnkit.templates.sm100 import forward_barriers as sm100
 
 @pytest.mark.parametrize("store_from_registers", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("columns_in_mma", [False, True])
-def test_hopper(store_from_registers: bool, stages: int, columns_in_mma: bool) -> None:
+@pytest.mark.parametrize("switches", [{}, {"columns_in_mma": True}, {"bias_stages": 2}], ids=str)
+def test_hopper(store_from_registers: bool, stages: int, switches: dict[str, Any]) -> None:
     config = sm90_config.ForwardConfig(
-        stages=stages, store_from_registers=store_from_registers, columns_in_mma=columns_in_mma
+        stages=stages, store_from_registers=store_from_registers, **switches
     )
     barriers: Any = sm90.ForwardBarriers.at(0, config)
-    *rings, posted = [getattr(barriers, field.name) for field in dataclasses.fields(barriers)]
+    *rings, biases, posted = [
+        getattr(barriers, field.name) for field in dataclasses.fields(barriers)
+    ]
     words = [
         first + stage
-        for ring in rings
+        for ring in (*rings, *biases)
         for first in (ring.full, ring.empty)
         for stage in range(ring.stages)
     ]
-    if columns_in_mma:
+    if config.columns_in_mma:
         words += range(posted, posted + stages)
     assert words == list(range(sm90.ForwardBarriers.count(config)))
 
