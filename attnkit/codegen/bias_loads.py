@@ -97,7 +97,7 @@ class BiasLoads:
 
 
 def factor_of(load: Node, root: Node) -> float | None:
-    """Return c if `root` is c * load, or None if it may be something else."""
+    """Return the constant c for which `root` is c * load; None if it may be something else."""
     if root is load:
         return 1.0
     if root.op == "neg":

@@ -269,7 +269,7 @@ class GraphForward:
         self, site: Any, head: Values, rows: Rows, columns: Columns, places: Sequence[Any],
         biases: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Emit what `initial_scores` returns, if the bias of each element is loaded already."""
+        """Emit what `initial_scores` returns, from biases that are already loaded."""
         (load,) = self._bias_loads.loads
         factor = None if self.form.bias is None else factor_of(load, self.form.bias)
         if factor is None:

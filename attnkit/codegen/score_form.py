@@ -89,7 +89,7 @@ class ScoreForm(NamedTuple):
 
     @property
     def only_column(self) -> bool:
-        """Return whether x is the score times the scale times a positive number, plus a column's term.
+        """Return whether x is a positive multiple of the score, plus a term of the column.
 
         An example is score - c[h, kv].
         """

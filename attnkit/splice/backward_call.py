@@ -381,7 +381,7 @@ class BackwardCall:
         return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order, *starts]
 
     def _gaps(self) -> list[tuple[int, Unwritten]]:
-        """Return the stored gradients of which the main kernel does not write all elements.
+        """Return the stored gradients of which the main kernel leaves elements unwritten.
 
         Each is (number of its tensor, the elements to clear).
         """
@@ -400,7 +400,7 @@ class BackwardCall:
         return self._launch(gap.source, gap.arguments(total), repeatable, which=slot)
 
     def _total(self, slot: int, shape: torch.Size) -> Tensor:
-        """Return sums for the gradient of captured tensor `slot`, zero unless they are stored."""
+        """Return memory for the gradient of captured tensor `slot`; zeros unless it is stored."""
         if self.deterministic:
             return exact_sums.empty_sums(shape, self.device)
         if any(s.slot == slot for s in self.stored):

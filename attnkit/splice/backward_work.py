@@ -247,7 +247,7 @@ def scheduled(
 
 
 def batch_ascends(schedule: Schedule) -> bool:
-    """Return whether batch element 0 precedes the others at each kv tile of each head in the list.
+    """Return whether the list has batch element 0 before the others, for each kv tile of a head.
 
     Work tiles may then wait for that of batch element 0: those that they wait for are claimed
     before them.

@@ -131,7 +131,7 @@ def stored_gradients(
 
 
 def owns_elements(index: Sequence[Node], sizes: CallSizes) -> bool:
-    """Return whether each score of a call has its own element of a tensor, in rows along kv.
+    """Return whether no two scores of a call read the same element, and rows run along kv.
 
     Args:
         index: the index at which the scores read the tensor.
@@ -208,7 +208,7 @@ def _words(grid: Tensor) -> Tensor:
 
 
 def _slices(index: Sequence[Node], shape: torch.Size, runs: BlockRuns, sizes: CallSizes) -> Tensor:
-    """Return for each slice of a gradient the row of `visited_blocks` that it has, or -1.
+    """Return which row of `visited_blocks` belongs to each slice of a gradient; -1 for none.
 
     A slice is a part [q, kv]. The result is int32 [slices].
     """

@@ -56,7 +56,7 @@ class ClearGradient:
         q_len: Int32,
         kv_len: Int32,
     ):
-        """Clear what is not written of 16 rows; each warp has every fourth of them."""
+        """Clear the unwritten elements of 16 rows; each warp takes every fourth row."""
         group, at, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP

@@ -53,7 +53,7 @@ class LeaderReduce:
         self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
         sums: cute.Tensor, order: list,
     ):  # fmt: skip
-        """Run the warp that adds a consumer's chunks, see `backward_dq_reduce.Reduce.run`."""
+        """Run the warp that adds a consumer's chunks of dQ, see `backward_dq_reduce.Reduce.run`."""
         size, counters = self.chunk, order[0]
         release_staging(wg)
         chunk = Int32(0)
@@ -78,7 +78,7 @@ class LeaderReduce:
 
     @cute.jit
     def count(self, counter: cute.Pointer):
-        """Add 1 to a counter, after what the threads of the consumer have stored."""
+        """Add 1 to a counter; the earlier stores of the consumer are visible before it."""
         cute.arch.fence_acq_rel_gpu()
         with cute.arch.elect_one():
             cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="relaxed", scope="gpu")

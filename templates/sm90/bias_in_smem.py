@@ -39,7 +39,7 @@ BANK_BYTES = 128  # bytes that shared memory delivers in a cycle
 
 @dataclass(frozen=True)
 class BiasTile:
-    """Describes where a tile of the bias has its numbers.
+    """Describes the layout of a tile of the bias in shared memory.
 
     A load of a warp reads the same unit of 8 columns in eight rows. The units of a row change places
     with the row (exclusive or), so that those eight are in different banks.
@@ -54,7 +54,7 @@ class BiasTile:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes from a row of the tile to the next."""
         return self.columns * self.size
 
     @property
@@ -64,25 +64,25 @@ class BiasTile:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit."""
+        """Bytes of a unit, which keeps its order within a row."""
         return UNIT * self.size
 
     @property
     def period(self) -> int:
-        """Number of rows, a power of two, after which the places of the units repeat."""
+        """Number of rows, a power of two, after which the swizzle repeats."""
         return BANK_BYTES // self.unit_bytes
 
     def turn(self, row: Any) -> Any:
-        """Return the number whose exclusive or with a byte in `row` is the byte's place."""
+        """Return the XOR mask that swizzles the byte offsets of `row`."""
         return (row & (self.period - 1)) * self.unit_bytes
 
 
 @dataclass(frozen=True)
 class BiasRing:
-    """Holds a consumer warpgroup's ring of tiles of the bias.
+    """Holds the ring of bias tiles that one consumer warpgroup reads.
 
     Attributes:
-        tile: where a tile has its numbers.
+        tile: layout of a tile.
         start: address of the first stage in shared memory.
         pipeline: the mbarriers.
     """
@@ -159,7 +159,7 @@ class Source:
 
 
 class BiasCopier:
-    """Runs a warp that copies the bias for one consumer warpgroup.
+    """Copies the bias to shared memory for one consumer warpgroup, in one warp.
 
     Args:
         config: compile-time configuration.
@@ -256,14 +256,14 @@ class BiasCopier:
     def _copy_vectors(
         self, source: Source, first: Int32, left: Int32, to: Int32, tile: BiasTile
     ) -> None:
-        """Copy 16 bytes in a lane at once.
+        """Copy a tile by 16-byte copies, one per lane at a time.
 
         Args:
             source: rows of the bias.
             first: first column.
             left: columns from the first one to the end of the tensors.
             to: address of the tile.
-            tile: where it has its numbers.
+            tile: layout of the tile.
         """
         lane, vectors = cute.arch.lane_idx(), tile.row_bytes // VECTOR_BYTES
         rows = WARP_THREADS // vectors  # that a warp copies at once
@@ -282,14 +282,14 @@ class BiasCopier:
 
     @cute.jit
     def _copy_numbers(self, source: Source, first: Int32, left: Int32, to: Int32, tile: BiasTile):
-        """Copy a number in a lane at once; see `_copy_vectors` for the arguments."""
+        """Copy a tile element by element; `_copy_vectors` explains the arguments."""
         for i in cutlass.range(WARPGROUP_ROWS // ROWS_AT_ONCE, unroll=1):
             self._copy_rows(source, first, left, to, tile, i * ROWS_AT_ONCE)
 
     def _copy_rows(
         self, source: Source, first: Int32, left: Int32, to: Int32, tile: BiasTile, start: Int32
     ) -> None:
-        """Copy a few rows from row `start` of the tile on, number by number."""
+        """Copy a few rows element by element, from row `start` of the tile on."""
         places = []
         rows, columns = range(ROWS_AT_ONCE), range(0, tile.columns, WARP_THREADS)
         for row, column in itertools.product(rows, columns):

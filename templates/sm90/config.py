@@ -175,7 +175,7 @@ class ForwardConfig:
 
     @property
     def stage_words(self) -> int:
-        """32-bit words of the terms of a K block, see `columns_in_mma`; core matrices overlap."""
+        """32-bit words that the terms of a K block occupy, see `columns_in_mma`."""
         return (self.block_kv // 8 - 1) * TERM_WORDS + CORE_WORDS
 
     @property

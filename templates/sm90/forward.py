@@ -98,7 +98,7 @@ class ConsumerThread:
 
 @dataclass(frozen=True)
 class Consumer:
-    """Holds the state of a consumer thread for the whole kernel; no ring of the bias is None."""
+    """Holds the state of a consumer thread; `bias` is None if no bias is copied ahead."""
 
     thread: ConsumerThread
     mma: ForwardMma
@@ -648,7 +648,7 @@ class Forward:
     def load_bias(
         self, tile: TileValues, kv_block: Int32, kv_pos: Int32, masked: bool, consumer: Consumer
     ) -> None:
-        """Load the bias of a kv block to the accumulator of S, from shared memory if it is there."""
+        """Load the bias of a kv block to the accumulator of S, from the ring if it is copied ahead."""
         ring, scores, acc_s = consumer.bias, self.scores, consumer.mma.acc_s
         if ring is None:
             scores.load_bias(tile, kv_block, masked, acc_s)

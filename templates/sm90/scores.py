@@ -294,7 +294,7 @@ class Scores:
         biases: list[Float32],
         acc_s: cute.Tensor,
     ) -> None:
-        """Initialise the accumulator of S as `load_bias` does, with biases that are loaded already.
+        """Initialise the accumulator of S to biases that are already loaded, see `load_bias`.
 
         They are in the order of the accumulator.
         """

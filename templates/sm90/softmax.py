@@ -192,7 +192,7 @@ class Softmax:
     def _count_from_maxima(
         self, odd: Boolean, limit: Float32, acc_s: cute.Tensor, bases: cute.Tensor
     ):
-        """Count the scores of each row from its maximum, `bases`, if `odd`, and if it is large."""
+        """Subtract a very large maximum from the scores of its row, and write it to `bases`."""
         if odd:
             for r in cutlass.range_constexpr(ROWS):
                 top = device.quad_max(_row_peak(acc_s, r, None, False), False)
