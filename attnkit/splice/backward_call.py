@@ -39,6 +39,7 @@ from attnkit.splice.captured_arguments import (
     readable,
     tensor_kinds,
 )
+from attnkit.splice.copied_bias import backward_bias
 from attnkit.splice.counters import zero_counters
 from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
@@ -605,6 +606,10 @@ def _kernels(
     leads = bool(shared) and (runs is None or runs.batch == 1)
     work = backward_work(runs, settings, query, key, value, workers, emulated, learned, leads)
     rounding = settings  # of the postprocess, which does not depend on who writes dQ first
+    tensors = (*captured.scores, *graphs.scores[own:])
+    if settings.bias_first and not settings.deterministic:
+        bias = backward_bias(program.score, graphs.facts, tensors, indices)
+        settings = settings.with_copied_bias(0 if bias is None else bias.element_size())
     if work.leaders:
         settings = settings.with_leaders()
     else:

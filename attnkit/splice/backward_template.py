@@ -147,8 +147,12 @@ class BackwardSettings:
         """Return a copy of the settings with `leaders` set to True."""
         return self._with("leaders")
 
-    def _with(self, switch: str) -> BackwardSettings:
-        return replace(self, items=tuple(sorted((self.values | {switch: True}).items())))
+    def with_copied_bias(self, size: int) -> BackwardSettings:
+        """Return a copy of the settings whose `bias_bytes` is `size`."""
+        return self._with("bias_bytes", size)
+
+    def _with(self, switch: str, value: bool | int = True) -> BackwardSettings:
+        return replace(self, items=tuple(sorted((self.values | {switch: value}).items())))
 
     @property
     def widths(self) -> HeadDims:

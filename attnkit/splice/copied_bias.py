@@ -1,4 +1,4 @@
-"""Find a full bias that the forward can copy to shared memory by whole rows."""
+"""Find a full bias that the Hopper kernels can copy to shared memory by whole rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit.codegen.load_indices import LoadIndices
+from attnkit.codegen.score_form import NumberFacts, score_form, split_row
 from attnkit.graph import ir
 from attnkit.graph.ir import Node
 from attnkit.graph.staging import Level, index_level, reads_rows
@@ -40,6 +41,21 @@ def copied_bias(
         return None
     table = tensors[int(str(load.attr))]
     return table if table.dtype in _DTYPES and _has_aligned_rows(table) else None
+
+
+def backward_bias(
+    score: Node | None, facts: NumberFacts | None, tensors: Sequence[Tensor], indices: LoadIndices
+) -> Tensor | None:
+    """Return the bias whose rows a backward with `bias_first` can copy, or None.
+
+    Args:
+        score: the score_mod, which adds a bias.
+        facts: what is known of numbers that it reads from tables.
+        tensors: the tensors that it reads, by slot.
+        indices: see `copied_bias`.
+    """
+    _, form = split_row(score_form(score, separate_distance=True, facts=facts))
+    return copied_bias(form.bias, tensors, indices)
 
 
 def _has_aligned_rows(t: Tensor) -> bool:

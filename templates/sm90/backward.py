@@ -46,6 +46,13 @@ from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
 from attnkit.templates.sm90.backward_bias_first import BiasFirst, wait_unless
+from attnkit.templates.sm90.backward_bias_in_smem import (
+    BackwardBiasCopier,
+    BiasBarriers,
+    BiasReader,
+    ReadTile,
+    tile_start,
+)
 from attnkit.templates.sm90.backward_captured_grads import CapturedGrads, follows_p
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
@@ -112,6 +119,7 @@ class Consumer:
         ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's slice of it, and its
             target: dtype [64, block_q, 2 stages].
         classes: `ClassSums`; None without `one_hot`.
+        bias: address of the memory of a copied bias, and its mbarriers; None without one.
     """
 
     mma: ConsumerMma
@@ -124,6 +132,7 @@ class Consumer:
     ds_thread: Any
     ds_smem: cute.Tensor
     classes: Any
+    bias: Any = None
 
 
 class Backward:
@@ -161,6 +170,8 @@ class Backward:
         self.captured_grads = CapturedGrads(config, self.softmax)
         self.row_slopes = RowSlopes(hooks, self.dtype)
         self.bias_first = BiasFirst(self.softmax) if config.bias_first else None
+        self.bias_copier = BackwardBiasCopier(config, hooks)
+        self.bias_reader = BiasReader(config)
         self.epilogue = Epilogue(config)
         self.whole_heads = self.epilogue.whole_heads
         self.deterministic = DeterministicReduce(config)
@@ -250,9 +261,11 @@ class Backward:
             )
         ]
 
+        mbarriers = barrier_count(c) + (BiasBarriers.COUNT if c.bias_bytes else 0)
+
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, barrier_count(c)]
+            barriers: cute.struct.MemRange[Int64, mbarriers]
             info: cute.struct.MemRange[Int32, Word.COUNT]
             factors: cute.struct.Align[cute.struct.MemRange[Int32, CORE_WORDS], 128]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm * c.words[0]], 128]
@@ -331,7 +344,8 @@ class Backward:
         if warp == LOAD_WARP:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
+        allocator = cutlass.memory.SmemAllocator()
+        storage = allocator.allocate(self.storage)
         info = storage.info.get_tensor(cute.make_layout(Word.COUNT))  # int32 [words]
         smem_lse = storage.lse.get_tensor(  # f32 [block_q * words, stages]
             cute.make_layout((c.block_q * c.words[0], c.stages))
@@ -351,10 +365,19 @@ class Backward:
         )
         staging = storage.dq.data_ptr()
         bars = place_barriers(c, storage.barriers.data_ptr())
+        bias = None
+        if const_expr(c.bias_bytes):
+            memory = storage.k.data_ptr().toint()
+            if const_expr(c.own_bias_bytes):
+                size = c.own_bias_bytes // 4
+                memory = allocator.allocate_array(Int32, size, byte_alignment=128).toint()
+            bias = memory, BiasBarriers.at(storage.barriers.data_ptr() + barrier_count(c))
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 init_barriers(c, bars)
+                if const_expr(c.bias_bytes):
+                    bias[1].init()
         factors = storage.factors.data_ptr()
         if const_expr(c.less_lse and not self.lse_in_mma.with_slope):
             self.lse_in_mma.write_factors(factors, problem.scale, warp)
@@ -366,7 +389,8 @@ class Backward:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 lists = Lists(lse, delta, items, partial, full, counter, order)
-                self.producer.run(atoms, tiles, smem, bars.load, lists, problem)
+                bias_bars = bias[1] if const_expr(c.bias_bytes) else None
+                self.producer.run(atoms, tiles, smem, bars.load, lists, problem, bias_bars)
             for wg in cutlass.range_constexpr(CONSUMERS):
                 if warp == DQ_WARP + wg:
                     if const_expr(c.whole_heads):
@@ -375,6 +399,9 @@ class Backward:
                         self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
             if warp == CLEAR_WARP:
                 self.epilogue.clear_masked(items, grad_key, grad_value)
+                if const_expr(c.bias_bytes):
+                    k_empty = bars.load.k_empty
+                    self.bias_copier.run(bias[0], info, bias[1], k_empty, captured, problem)
                 if const_expr(c.sum_order):
                     self.deterministic.pass_turns(info, bars.chunk, order)
         else:
@@ -382,7 +409,7 @@ class Backward:
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, bars, factors,
                 (captured, others), totals,
-                Results(grad_key, grad_value, staging, sums, counter), problem,
+                Results(grad_key, grad_value, staging, sums, counter), problem, bias,
             )  # fmt: skip
 
     @cute.jit
@@ -397,6 +424,7 @@ class Backward:
         totals: list,
         results: Results,
         problem: Problem,
+        bias: Any,
     ):
         """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile.
 
@@ -413,6 +441,7 @@ class Backward:
         out = Outputs(results, problem, info, bars, wg, thread)
         entropy_grads = others if const_expr(c.with_entropy) else []
         consumer = self.set_up(mmas, views, smem, bars, factors, out, row0, entropy_grads, totals)
+        consumer = replace(consumer, bias=bias)
         mma = consumer.mma
         q_chunks = q_blocks_of(c, p) * 2  # of a work tile's heads
         sums = self.captured_grads.begin(totals)
@@ -706,12 +735,36 @@ class Backward:
             # After the last q block, load its own bias once more: a branch around the loads would
             # take registers.
             t = cutlass.select_(last, s, t)
-            self.bias_first.load(self.q_block_at(w, t), tile, mma.s)
+            if c.bias_bytes:
+                self.read_bias(last, w, self.q_block_at(w, t), tile, q_count, kv_count)
+            else:
+                self.bias_first.load(self.q_block_at(w, t), tile, mma.s)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE and delta
         cute.arch.mbarrier_arrive(bars.load.q_empty + s)
         cute.arch.mbarrier_arrive(bars.load.do_empty + s)
         return place[0] + 2 * (block.word >> 2), place[1]
+
+    def read_bias(
+        self, last: Any, w: Consumer, block: QBlock, tile: KvBlock, q_count: Int32, kv_count: Int32
+    ) -> None:
+        """Initialise the accumulator of S to the copied bias of the next q block.
+
+        Args:
+            last: whether the work tile has no next q block.
+            w: state of the thread.
+            block: the next q block.
+            tile: values of the kv block.
+            q_count, kv_count: indices of the current q block and the work tile.
+        """
+        memory, bars = w.bias
+        start = tile_start(self.config, memory, kv_count, w.out.wg)
+        # the bias of each work tile's first q block is not copied
+        read = ReadTile(start, q_count - kv_count, ~last, self.hooks.bias_type(tile.site))
+        self.bias_reader.wait(read, bars.full + w.out.wg)
+        biases = self.bias_reader.read(read, w.out.thread)
+        self.bias_first.set(block, tile, biases, w.mma.s)
+        self.bias_reader.release(read, bars.empty + w.out.wg)
 
     @cute.jit
     def prepare_classes(

@@ -28,6 +28,18 @@ class BiasFirst:
     def __init__(self, softmax: SoftmaxBackward) -> None:
         self.softmax = softmax
 
+    def set(self, block: QBlock, tile: KvBlock, biases: list[Any], scores: cute.Tensor) -> None:
+        """Initialise `scores` to biases that are already loaded, in its order, see `load`."""
+        softmax, first = self.softmax, self.softmax.first_row(block)
+        for g in range(cute.size(scores) // 4):
+            rows, places = softmax.group(True, tile, first, g, scores)
+            values = softmax.hooks.scores_of_biases(
+                tile.site, tile.head, rows, tile.columns, [(r, c) for r, c, _ in places],
+                biases[4 * g : 4 * g + 4],
+            )  # fmt: skip
+            for i, x in enumerate(values):
+                scores[4 * g + i] = x
+
     def load(self, block: QBlock, tile: KvBlock, scores: cute.Tensor) -> None:
         """Load the bias of a q block, divided by the factor of the scores, to `scores`.
 

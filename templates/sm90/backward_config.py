@@ -44,6 +44,9 @@ class BackwardConfig:
             that only add terms to the score that do not depend on it, and q blocks of 64 rows.
         leaders: batch element 0 stores the gradient of a bias that the batch shares, and the
             others wait for it, see `backward_leaders`.
+        bias_bytes: bytes of a number of the full bias that an idle warp copies to shared memory,
+            see `backward_bias_in_smem`. If it is 0, the consumers load the bias themselves. Needs
+            `bias_first`, and sums in any order.
     """
 
     dtype: str = "bfloat16"
@@ -62,6 +65,7 @@ class BackwardConfig:
     one_hot: bool = False
     bias_first: bool = False
     leaders: bool = False
+    bias_bytes: int = 0
 
     block_kv = 2 * ROWS  # 64 keys for each consumer warpgroup
     stages = q_stages = 2  # stages of the dO and dS rings, and of the Q ring
@@ -91,6 +95,16 @@ class BackwardConfig:
         return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
 
     @property
+    def bias_in_k(self) -> bool:
+        """Whether the copied tiles of a bias are in the stage of K that is not in use."""
+        return self.head_dim > ROWS
+
+    @property
+    def own_bias_bytes(self) -> int:
+        """Bytes of shared memory for the copied tiles of a bias alone."""
+        return 0 if self.bias_in_k else ROWS * self.block_kv * self.bias_bytes
+
+    @property
     def words(self) -> tuple[int, int]:
         """Float32 words of (LSE, delta) per row."""
         return 4 if self.less_lse else 1, 1
@@ -111,7 +125,8 @@ class BackwardConfig:
         tiles += self.block_q * rings
         rows = 4 * self.block_q * self.stages * sum(self.words)
         # barriers, words and the factors of LSE are below 512 bytes
-        return 2 * tiles + 8 * self.chunk + -(-(512 + rows) // 1024) * 1024
+        small = -(-(512 + rows) // 1024) * 1024
+        return 2 * tiles + 8 * self.chunk + small + self.own_bias_bytes
 
     def problem(self) -> str | None:
         """Return the reason why the config is invalid, or None if it is valid."""
@@ -129,6 +144,8 @@ class BackwardConfig:
             return f"sums by class with block_q={self.block_q} and sum_order={self.sum_order!r}: expected {ROWS} and ''"
         if self.bias_first and (self.rounded or self.weights):
             return f"a bias first with block_q={self.block_q} and weights={self.weights}: expected {ROWS} and a softmax"
+        if self.bias_bytes and (not self.bias_first or self.sum_order):
+            return f"bias_bytes={self.bias_bytes} with bias_first={self.bias_first} and sum_order={self.sum_order!r}: expected True and ''"
         if self.leaders and (self.sum_order or self.first_writer or self.whole_heads):
             return "leaders with another order of sums"
         if self.with_entropy and self.with_dropout:

@@ -24,6 +24,7 @@ from attnkit.templates.common.work_tile import (
     block_word,
     next_block,
 )
+from attnkit.templates.sm90.backward_bias_in_smem import BiasBarriers, BiasNotes, tile_word
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_leaders import wait_for_leader
 from attnkit.templates.sm90.backward_shared import (
@@ -80,6 +81,7 @@ class Producer:
 
     def __init__(self, config: BackwardConfig) -> None:
         self.config = config
+        self.bias_notes = BiasNotes(config)
 
     @cute.jit
     def run(
@@ -90,6 +92,7 @@ class Producer:
         bars: LoadBarriers,
         lists: Lists,
         problem: Problem,
+        bias_bars: BiasBarriers | None = None,
     ):
         """Run the producer warp.
 
@@ -99,6 +102,7 @@ class Producer:
             bars: mbarriers.
             lists: tensors of the work list.
             problem: sizes of the launch.
+            bias_bars: mbarriers of a copied bias; None without one.
         """
         c, info, p = self.config, smem.info, problem
         tma_q, tma_k, tma_v, tma_do = atoms
@@ -153,6 +157,8 @@ class Producer:
                     if const_expr(c.joins):
                         split = cute.arch.shuffle_sync(word, WorkItem.SPLIT), parts
                     cute.arch.mbarrier_wait(bars.k_empty + k_stage, phase ^ 1)
+                    if const_expr(c.bias_bytes):  # as many as q blocks that were not the first
+                        self.bias_notes.wait_read(bias_bars, q_count - kv_count)
                     with cute.arch.elect_one():
                         # the lane that writes the record also arrives
                         record = (kv_block, h, b, count, self.valid(kv_count), *split)
@@ -181,6 +187,11 @@ class Producer:
                     stores, finishes = Int32(4 * FIRST_WRITER_BLOCK), Int32(4 * LAST_WRITER_BLOCK)
                     q_word += cutlass.select_(row_block >= store_begin, stores, Int32(0))
                     q_word += cutlass.select_(row_block < store_end, finishes, Int32(0))
+                if const_expr(c.bias_bytes):
+                    if j > 0:
+                        tile_of_note = tile_word(kv_block, kv_count)
+                        note = (row_block * bm, q_head, b, tile_of_note)
+                        self.bias_notes.write(info, bias_bars, q_count - kv_count - 1, note)
                 if const_expr(c.leaders):
                     wait_for_leader(lists.order[0], kv_block, b, h * own_blocks + block)
                 r, s = q_stage(c, q_count), do_stage(c, q_count)
@@ -244,6 +255,8 @@ class Producer:
                 word = self.look_up(lists.items, index)
             else:
                 kv_count += 1
+        if const_expr(c.bias_bytes):
+            self.bias_notes.write(info, bias_bars, q_count - kv_count, (Int32(-1),))
         k_stage = kv_count & (c.k_stages - 1)
         cute.arch.mbarrier_wait(bars.k_empty + k_stage, k_phase(c, kv_count) ^ 1)
         with cute.arch.elect_one():

@@ -82,6 +82,7 @@ class Word:
     # consumer; 16 bytes apart, because the assembler reads four words at once.
     LANDED = 32
     NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
+    BIAS_NOTES = 32  # with a copied bias: two notes, see `backward_bias_in_smem`
     COUNT = 40
     HD256_COUNT = 32
 
@@ -126,13 +127,16 @@ class LoadBarriers:
 
 @dataclass(frozen=True)
 class ChunkBarriers:
-    """Holds the mbarriers for chunks that are added in a fixed order, one for each consumer."""
+    """Holds the mbarriers for chunks that are added in a fixed order, one for each consumer.
 
-    ready: cute.Pointer  # the consumer has written a chunk and its note
+    Those that only a fixed order needs are None with a copied bias, which needs their memory.
+    """
+
+    ready: cute.Pointer | None  # the consumer has written a chunk and its note
     # The chunk is complete in global memory, and reported. Whole heads, which have no order of
     # CTAs: the earlier parts of the next chunk are complete in shared memory.
     landed: cute.Pointer
-    landed_ack: cute.Pointer  # the warp that passes turns has read the report
+    landed_ack: cute.Pointer | None  # the warp that passes turns has read the report
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ class Barriers:
 
 def barrier_count(c: BackwardConfig) -> int:
     """Return the number of mbarriers that `place_barriers` places."""
-    return 2 * CONSUMERS + 2 * c.k_stages + 6 * c.stages + 3 * CONSUMERS
+    chunk = 1 if c.bias_bytes else len(fields(ChunkBarriers))
+    return 2 * CONSUMERS + 2 * c.k_stages + 6 * c.stages + chunk * CONSUMERS
 
 
 def place_barriers(c: BackwardConfig, base: cute.Pointer) -> Barriers:
@@ -158,11 +163,15 @@ def place_barriers(c: BackwardConfig, base: cute.Pointer) -> Barriers:
     k_empty = k_full + c.k_stages
     rings = k_full + 2 * c.k_stages
     q_full, q_empty, do_full, do_empty, ds_full, ds_empty = (rings + c.stages * i for i in range(6))
+    ready, landed, landed_ack = (rings + (6 * c.stages + CONSUMERS * i) for i in range(3))
+    chunk = ChunkBarriers(ready, landed, landed_ack)
+    if c.bias_bytes:
+        chunk = ChunkBarriers(None, ready, None)
     return Barriers(
         LoadBarriers(k_full, k_empty, v_full, v_empty, q_full, q_empty, do_full, do_empty),
         ds_full,
         ds_empty,
-        ChunkBarriers(*(rings + (6 * c.stages + CONSUMERS * i) for i in range(3))),
+        chunk,
     )
 
 
@@ -174,9 +183,11 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
     for wg in range(CONSUMERS):  # each consumer has its half of V
         mbarrier_init(load.v_full + wg, ONE_ARRIVAL)  # by the producer, with expect_tx
         mbarrier_init(load.v_empty + wg, WARPS)
-        mbarrier_init(chunk.ready + wg, WARPS)
+        if chunk.ready is not None:
+            mbarrier_init(chunk.ready + wg, WARPS)
         mbarrier_init(chunk.landed + wg, ONE_ARRIVAL)
-        mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane reads the note
+        if chunk.landed_ack is not None:
+            mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane reads the note
     for s in range(c.k_stages):
         mbarrier_init(load.k_full + s, ONE_ARRIVAL)
         mbarrier_init(load.k_empty + s, CONSUMER_THREADS)  # every lane reads the record
