@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnkit.emulator.execution.grid import Grid, LaunchStats
-from attnkit.emulator.faults import Finding, KernelFault
+from attnkit.emulator.faults import EmulatorError, Finding, KernelFault
 from attnkit.emulator.launchables import Launchable
 from attnkit.emulator.machine.event_recorder import Recorder
 from attnkit.emulator.machine.global_memory import GlobalMemory, array_names, restore, snapshot
@@ -17,6 +17,8 @@ from attnkit.emulator.machine.global_races import GlobalRaces
 from attnkit.emulator.machine.launch import LIMIT, Launch, Mode
 from attnkit.emulator.ptx.cta_groups import mixed_cta_groups
 from attnkit.emulator.ptx.wgmma_fences import missing_fences
+
+SHARED_BYTES = 227 * 1024  # dynamic shared memory that a launch may request
 
 
 @dataclass(eq=False)
@@ -105,6 +107,7 @@ def run(
     Raises:
         KernelFault: the kernel faulted (unless `raises` is false).
         UnknownOpcode: the PTX has an instruction that is not implemented.
+        EmulatorError: a launch requests more shared memory than a CTA can have.
     """
     memory = GlobalMemory()
     how = Mode.of(mode, seed, strict_loads=strict_loads, strict_order=strict_order)
@@ -115,6 +118,10 @@ def run(
     if how.race:
         races.begin_call(memory, Launch.global_grain(target.kernels.values()))
     for number, c in enumerate(launches):
+        if c.shared > SHARED_BYTES:
+            raise EmulatorError(
+                f"shared={c.shared} bytes of kernel {c.kernel.name!r}: expected at most {SHARED_BYTES}"
+            )
         if how.race:
             races.begin_kernel(c.dependent)
         watch = recorder if recorder is not None and recorder.launch == number else None

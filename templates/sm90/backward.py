@@ -1,12 +1,12 @@
 """Compute the backward on Hopper (sm_90a): a work tile is a kv block, with a loop over q blocks.
 
 The kernel is persistent, with one CTA per SM. In warpgroup 0, one warp loads by TMA, two warps add
-dQ to float32 sums, and one warp writes the gradients of fully masked kv blocks. The other two
-warpgroups are consumers with 64 kv positions each. For every q block a consumer recomputes
-S^T = K Q^T and dP^T = V dO^T, computes P and dS in registers, and adds dV += P^T dO and
-dK += dS^T Q with P and dS from registers. Shared memory bandwidth limits the kernel. If the variant
-leaves registers, four k-steps of 16 columns of K are kept in registers and loaded once per kv
-block.
+dQ to float32 sums, and one warp writes the gradients of fully masked kv blocks. The latter then
+copies a full bias to shared memory, see `backward_bias_in_smem`. The other two warpgroups are
+consumers with 64 kv positions each. For every q block a consumer recomputes S^T = K Q^T and
+dP^T = V dO^T, computes P and dS in registers, and adds dV += P^T dO and dK += dS^T Q with P and dS
+from registers. Shared memory bandwidth limits the kernel. If the variant leaves registers, four
+k-steps of 16 columns of K are kept in registers and loaded once per kv block.
 
 dS is also written to shared memory, transposed: each consumer reads both halves for its part of
 dQ = dS K. It issues dQ of the previous q block, so that consumers do not wait for each other and
@@ -50,6 +50,7 @@ from attnkit.templates.sm90.backward_bias_in_smem import (
     BackwardBiasCopier,
     BiasBarriers,
     BiasReader,
+    CopiedBias,
     ReadTile,
     tile_start,
 )
@@ -119,7 +120,7 @@ class Consumer:
         ds_copy, ds_thread, ds_smem: copy of dS to shared memory, the thread's slice of it, and its
             target: dtype [64, block_q, 2 stages].
         classes: `ClassSums`; None without `one_hot`.
-        bias: address of the memory of a copied bias, and its mbarriers; None without one.
+        bias: where the tiles of a copied bias are; None without one.
     """
 
     mma: ConsumerMma
@@ -132,7 +133,7 @@ class Consumer:
     ds_thread: Any
     ds_smem: cute.Tensor
     classes: Any
-    bias: Any = None
+    bias: CopiedBias | None = None
 
 
 class Backward:
@@ -365,19 +366,20 @@ class Backward:
         )
         staging = storage.dq.data_ptr()
         bars = place_barriers(c, storage.barriers.data_ptr())
-        bias = None
+        bias: Any = None
         if const_expr(c.bias_bytes):
             memory = storage.k.data_ptr().toint()
             if const_expr(c.own_bias_bytes):
                 size = c.own_bias_bytes // 4
                 memory = allocator.allocate_array(Int32, size, byte_alignment=128).toint()
-            bias = memory, BiasBarriers.at(storage.barriers.data_ptr() + barrier_count(c))
+            bias_bars = BiasBarriers.at(storage.barriers.data_ptr() + barrier_count(c))
+            bias = CopiedBias(memory, bias_bars)
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 init_barriers(c, bars)
                 if const_expr(c.bias_bytes):
-                    bias[1].init()
+                    bias.bars.init()
         factors = storage.factors.data_ptr()
         if const_expr(c.less_lse and not self.lse_in_mma.with_slope):
             self.lse_in_mma.write_factors(factors, problem.scale, warp)
@@ -389,8 +391,8 @@ class Backward:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 lists = Lists(lse, delta, items, partial, full, counter, order)
-                bias_bars = bias[1] if const_expr(c.bias_bytes) else None
-                self.producer.run(atoms, tiles, smem, bars.load, lists, problem, bias_bars)
+                notes = bias.bars if const_expr(c.bias_bytes) else None
+                self.producer.run(atoms, tiles, smem, bars.load, lists, problem, notes)
             for wg in cutlass.range_constexpr(CONSUMERS):
                 if warp == DQ_WARP + wg:
                     if const_expr(c.whole_heads):
@@ -400,8 +402,7 @@ class Backward:
             if warp == CLEAR_WARP:
                 self.epilogue.clear_masked(items, grad_key, grad_value)
                 if const_expr(c.bias_bytes):
-                    k_empty = bars.load.k_empty
-                    self.bias_copier.run(bias[0], info, bias[1], k_empty, captured, problem)
+                    self.bias_copier.run(bias, info, bars.load.k_empty, captured, problem)
                 if const_expr(c.sum_order):
                     self.deterministic.pass_turns(info, bars.chunk, order)
         else:
@@ -757,8 +758,10 @@ class Backward:
             tile: values of the kv block.
             q_count, kv_count: indices of the current q block and the work tile.
         """
-        memory, bars = w.bias
-        start = tile_start(self.config, memory, kv_count, w.out.wg)
+        assert w.bias is not None
+        assert self.bias_first is not None
+        bars = w.bias.bars
+        start = tile_start(self.config, w.bias.memory, kv_count, w.out.wg)
         # the bias of each work tile's first q block is not copied
         read = ReadTile(start, q_count - kv_count, ~last, self.hooks.bias_type(tile.site))
         self.bias_reader.wait(read, bars.full + w.out.wg)

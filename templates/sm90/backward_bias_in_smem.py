@@ -89,6 +89,19 @@ class BiasBarriers:
             mbarrier_init(self.empty + wg, WARPS)
 
 
+@dataclass(frozen=True)
+class CopiedBias:
+    """Holds where the copied tiles are.
+
+    Attributes:
+        memory: address of the stages of K, or of the tiles if they have memory of their own.
+        bars: mbarriers.
+    """
+
+    memory: Int32
+    bars: BiasBarriers
+
+
 def tile_of(config: BackwardConfig) -> BiasTile:
     """Return the layout of a consumer's tile."""
     # a warp reads every second row; the places repeat after 8 rows for all sizes
@@ -100,7 +113,7 @@ def tile_start(config: BackwardConfig, memory: Int32, tile_idx: Int32, wg: Any) 
 
     Args:
         config: compile-time configuration.
-        memory: address of the stages of K, or of the tiles if they have memory of their own.
+        memory: see `CopiedBias`.
         tile_idx: number of the CTA's work tile.
         wg: index of the consumer.
     """
@@ -154,9 +167,8 @@ class BackwardBiasCopier:
     @cute.jit
     def run(
         self,
-        memory: Int32,
+        bias: CopiedBias,
         info: cute.Tensor,
-        bars: BiasBarriers,
         k_empty: cute.Pointer,
         captured: list,
         problem: Problem,
@@ -164,14 +176,13 @@ class BackwardBiasCopier:
         """Run the warp.
 
         Args:
-            memory: see `tile_start`.
+            bias: where the tiles are.
             info: words in shared memory.
-            bars: mbarriers.
             k_empty: mbarriers of K.
             captured: captured tensors.
             problem: sizes of the launch.
         """
-        count = Int32(0)
+        count, bars = Int32(0), bias.bars
         row = self.wait_note(info, bars, count)
         while row >= 0:
             head, batch, tile = (
@@ -188,7 +199,7 @@ class BackwardBiasCopier:
             for wg in cutlass.range_constexpr(CONSUMERS):
                 first = kv_block * self.config.block_kv + wg * ROWS
                 cute.arch.mbarrier_wait(bars.empty + wg, (count & 1) ^ 1)
-                to = tile_start(self.config, memory, tile_idx, wg)
+                to = tile_start(self.config, bias.memory, tile_idx, wg)
                 copy_tile(rows, first, to, tile_of(self.config), bars.full + wg)
             count += 1
             row = self.wait_note(info, bars, count)

@@ -21,6 +21,7 @@ from attnkit.emulator.host import host_function
 from attnkit.emulator.machine.global_memory import GlobalMemory
 from attnkit.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from tests.emulator.kernels import micro, simt
+from tests.emulator.ptx_kit import kernel
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +119,9 @@ def test_a_copy_with_other_ptx_has_the_same_gpu(
 ) -> None:
     monkeypatch.setattr(exe, "sms", 5)
     assert exe.with_ptx(exe.ptx).sms == 5
+
+
+def test_a_launch_cannot_have_more_shared_memory_than_a_cta() -> None:
+    emulator.run(emulator.Ptx(kernel("", ""), shared=227 * 1024))
+    with pytest.raises(EmulatorError, match="expected at most 232448"):
+        emulator.run(emulator.Ptx(kernel("", ""), shared=228 * 1024))

@@ -298,6 +298,22 @@ def test_full_bias_of_several_batch_elements(length: int, learned: bool) -> None
     backward_kit.check(Variant(mod, masks.causal()), case)
 
 
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_full_bias_that_is_copied(dim: int, dtype: torch.dtype, learned: bool) -> None:
+    """Each CTA computes several work tiles, long ones and short ones."""
+    length = 1192  # rows of a multiple of 16 bytes, and an incomplete last block
+    random = torch.Generator().manual_seed(dim)
+    bias = torch.randn(8, length, length, generator=random).to(kit.DEVICE, dtype)
+    bias.requires_grad_(learned)
+    sizes = {"heads": 8, "kv_heads": 8, "head_dim": dim, "value_dim": dim}
+    case = wide(length, length, batch=4, kv_batch=4, **sizes)
+    mod = lambda s, b, h, q, kv: s + bias[h, q, kv]
+    for mask in (masks.causal(), masks.sliding_window(70)):
+        backward_kit.check(Variant(mod, mask), case)
+
+
 @pytest.mark.parametrize("length", [300, 1100])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_full_bias_with_an_element_for_each_score(length: int, dim: int) -> None:

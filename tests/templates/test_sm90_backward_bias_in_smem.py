@@ -177,6 +177,8 @@ def test_sums_in_a_fixed_order_do_not_copy() -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(("dim", "dtype"), crossed([128, 64], DTYPES))
 def test_no_spills(dim: int, dtype: torch.dtype, learned: bool) -> None:
-    found = kernel.kernel(main_source(by_head(table(dtype=dtype).requires_grad_(learned)), head_dim=dim))
+    found = kernel.kernel(
+        main_source(by_head(table(dtype=dtype).requires_grad_(learned)), head_dim=dim)
+    )
     assert found.artifact.problems == ()
     assert [s.stack for s in found.stats] == [0]
