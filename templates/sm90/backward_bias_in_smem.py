@@ -29,7 +29,7 @@ from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.common.hooks import BackwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
-from attnkit.templates.sm90.backward_shared import CONSUMERS, WARP, WARPS, Word
+from attnkit.templates.sm90.backward_shared import CONSUMERS, WARP, WARPGROUP, Word
 from attnkit.templates.sm90.bias_tile import BiasRows, BiasTile, copy_tile
 
 NOTES = 2  # places for notes
@@ -65,7 +65,7 @@ class BiasBarriers:
     Attributes:
         noted: for each place, whether a note is written.
         full: for each consumer, whether its tile has arrived.
-        empty: for each consumer, whether its warps have read the tile.
+        empty: for each consumer, whether its lanes have read the tile.
     """
 
     noted: cute.Pointer
@@ -86,7 +86,7 @@ class BiasBarriers:
             mbarrier_init(self.noted + i, ONE_ARRIVAL)
         for wg in range(CONSUMERS):
             mbarrier_init(self.full + wg, WARP)  # every lane's copies
-            mbarrier_init(self.empty + wg, WARPS)
+            mbarrier_init(self.empty + wg, WARPGROUP)
 
 
 @dataclass(frozen=True)
@@ -250,10 +250,9 @@ class BiasReader:
 
     @cute.jit
     def release(self, tile: ReadTile, empty: cute.Pointer):
-        """Signal, once in each warp, that the tile has been read."""
-        cute.arch.sync_warp()
+        """Signal, in every lane, that it has read the tile."""
         if tile.some:
-            device.arrive(empty)
+            cute.arch.mbarrier_arrive(empty)
 
     def read(self, tile: ReadTile, thread: Int32) -> list[Float32]:
         """Return the thread's elements in the order of the accumulator of S^T.

@@ -69,8 +69,7 @@ class BiasRing:
             for below in (0, 8):  # rows; a multiple of the period
                 at = place + (turn * BANK_BYTES + below * tile.row_bytes)
                 values += _pair(at, dtype)
-        cute.arch.sync_warp()
-        device.arrive(self.pipeline.empty + stage)
+        cute.arch.mbarrier_arrive(self.pipeline.empty + stage)  # every lane has read the tile
         return values
 
 

@@ -12,7 +12,6 @@ from attnkit.templates.common.constants import ONE_ARRIVAL
 from attnkit.templates.sm90.config import (
     WARP_THREADS,
     WARPGROUP_THREADS,
-    WARPGROUP_WARPS,
     ForwardConfig,
 )
 
@@ -81,7 +80,7 @@ class ForwardBarriers:
             have read both.
         v: V blocks. Full: V has arrived. Empty: every consumer warp has finished P V.
         biases: for each consumer warpgroup, its tiles of the bias; none without them. Full: every
-            lane's copies have arrived. Empty: every warp of the warpgroup has read the tile.
+            lane's copies have arrived. Empty: every lane of the warpgroup has read the tile.
         posted: for each K stage, whether the block's number is written; None without
             `columns_in_mma`. The terms of the block's columns are then written, too, when K is full.
     """
@@ -140,7 +139,7 @@ class ForwardBarriers:
         for ring in self.biases:
             for s in range(ring.stages):
                 mbarrier_init(ring.full + s, WARP_THREADS)
-                mbarrier_init(ring.empty + s, WARPGROUP_WARPS)
+                mbarrier_init(ring.empty + s, WARPGROUP_THREADS)
 
 
 def pingpong_wait(warpgroup: Int32) -> None:
