@@ -148,7 +148,7 @@ class BiasNotes:
         if const_expr(self.config.bias_in_k):
             for wg in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.mbarrier_wait(bars.empty + wg, (count - 1) & 1)
-            # TMA writes by the async proxy what the copies wrote
+            # the copies wrote there by the generic proxy, and TMA writes K by the async one
             cute.arch.fence_proxy("async.shared", space="cta")
 
 
