@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnkit import create_block_mask, flex_attention, masks
+from attnkit import create_block_mask, flex_attention
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
 from attnkit.splice import copied_bias
-from tests.sampling import crossed, first_of, sampled
+from tests.sampling import crossed, first_of
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, observed
 
 Q_LEN, KV_LEN = 200, 264
@@ -38,10 +38,8 @@ LATER = table(Q_LEN + 3, KV_LEN)  # read from row 3 on, as by queries after a ca
 FROZEN: dict[str, Mod] = {
     "by head": by_head(BIAS),
     "by batch element": lambda s, b, h, q, kv: s + BY_BATCH[b, h, q, kv],
-    "later rows": lambda s, b, h, q, kv: s + LATER[q + 3, kv],
     "of a product": lambda s, b, h, q, kv: s - 0.5 * BIAS[h, q, kv],
     "with a row": lambda s, b, h, q, kv: s + BIAS[h, q, kv] + ROWS[q],
-    "with a distance": lambda s, b, h, q, kv: s + BIAS[h, q, kv] + 0.1 * (kv - q),
     "of a wider table": by_head(WIDER[:, :, :KV_LEN]),
 }
 LEARNED: dict[str, Callable[[Tensor], Mod]] = {
@@ -110,7 +108,6 @@ MASKS: dict[str, Any] = {
     "evaluated for each score": lambda b, h, q, kv: (q + kv) % 3 > 0,
     "none": None,
     "short work tiles": create_block_mask(_short, None, 2, Q_LEN, KV_LEN, device="cpu"),
-    "window": masks.sliding_window(70),
 }
 
 
@@ -120,15 +117,17 @@ def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(draw(Q_LEN, KV_LEN, dims=(128, 128)), by_head, MASKS[name], [table()], mode="check")
 
 
-@pytest.mark.parametrize("dim", sampled([(128,), (64,)], 2))
+@pytest.mark.parametrize("dim", [128])
 def test_query_heads_that_share_a_kv_block(dim: int) -> None:
     mod = lambda s, b, h, q, kv: s + LATER[q + 3, kv]
     inputs = draw(Q_LEN, KV_LEN, dims=(dim, dim), heads=(4, 1))
     check(inputs, lambda: mod, CAUSAL, mode="check")
 
 
-@pytest.mark.parametrize("lengths", [(130, 64), (64, 500)])
-@pytest.mark.parametrize("dtype", sampled([(d,) for d in DTYPES], 2))
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    [((130, 64), torch.float32), ((64, 500), torch.float32), ((64, 500), BF16)],
+)
 def test_lengths(lengths: tuple[int, int], dtype: torch.dtype) -> None:
     """Rows and columns beyond the tensors have a bias of zero."""
     q_len, kv_len = lengths
@@ -137,7 +136,7 @@ def test_lengths(lengths: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(q_len, kv_len, dims=(128, 128)), lambda: by_head(bias))
 
 
-@pytest.mark.parametrize("dtype", sampled([(d,) for d in DTYPES], 2))
+@pytest.mark.parametrize("dtype", [torch.float32, FP16])
 def test_other_alignment(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for aligned rows gets the address of other rows in a later call."""
     monkeypatch.setattr(copied_bias, "begins_aligned", lambda t: True)
@@ -146,7 +145,7 @@ def test_other_alignment(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     check(draw(Q_LEN, KV_LEN, dims=(128, 128)), lambda: mod, CAUSAL)
 
 
-@pytest.mark.parametrize("scale", first_of([(0.0,), (-0.5,)]))
+@pytest.mark.parametrize("scale", [0.0])
 def test_scale(scale: float) -> None:
     check(draw(Q_LEN, KV_LEN, dims=(128, 128)), by_head, CAUSAL, [table()], scale=scale)
 
@@ -175,7 +174,7 @@ def test_sums_in_a_fixed_order_do_not_copy() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.assembled
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("dim", "dtype"), crossed([128, 64], DTYPES))
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.float32), (128, BF16), (64, torch.float32)])
 def test_no_spills(dim: int, dtype: torch.dtype, learned: bool) -> None:
     found = kernel.kernel(
         main_source(by_head(table(dtype=dtype).requires_grad_(learned)), head_dim=dim)
