@@ -609,7 +609,8 @@ def _kernels(
     tensors = (*captured.scores, *graphs.scores[own:])
     if settings.bias_first and not settings.deterministic:
         bias = backward_bias(program.score, graphs.facts, tensors, indices)
-        settings = settings.with_copied_bias(0 if bias is None else bias.element_size())
+        if bias is not None:
+            settings = settings.with_copied_bias(bias.element_size())
     if work.leaders:
         settings = settings.with_leaders()
     else:

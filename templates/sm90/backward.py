@@ -733,12 +733,12 @@ class Backward:
         if self.bias_first is not None:
             t = q_stage(c, q_count + 1)
             wait_unless(last, bars.load.q_full + t, q_phase(c, q_count + 1))
-            # After the last q block, load its own bias once more: a branch around the loads would
-            # take registers.
             t = cutlass.select_(last, s, t)
             if c.bias_bytes:
                 self.read_bias(last, w, self.q_block_at(w, t), tile, q_count, kv_count)
             else:
+                # After the last q block, load its own bias once more: a branch around the loads
+                # would take registers.
                 self.bias_first.load(self.q_block_at(w, t), tile, mma.s)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE and delta
@@ -762,7 +762,7 @@ class Backward:
         assert self.bias_first is not None
         bars = w.bias.bars
         start = tile_start(self.config, w.bias.memory, kv_count, w.out.wg)
-        # the bias of each work tile's first q block is not copied
+        # Tiles are counted without the first q block of each work tile, whose bias is not copied.
         read = ReadTile(start, q_count - kv_count, ~last, self.hooks.bias_type(tile.site))
         self.bias_reader.wait(read, bars.full + w.out.wg)
         biases = self.bias_reader.read(read, w.out.thread)

@@ -29,7 +29,10 @@ class BiasFirst:
         self.softmax = softmax
 
     def set(self, block: QBlock, tile: KvBlock, biases: list[Any], scores: cute.Tensor) -> None:
-        """Initialise `scores` to biases that are already loaded, in its order, see `load`."""
+        """Write biases that are in registers to `scores`, divided by the factor of the scores.
+
+        `biases` are in the order of `scores`. The other arguments are those of `load`.
+        """
         softmax, first = self.softmax, self.softmax.first_row(block)
         for g in range(cute.size(scores) // 4):
             rows, places = softmax.group(True, tile, first, g, scores)

@@ -36,7 +36,7 @@ NOTES = 2  # places for notes
 
 
 class BiasNote(IntEnum):
-    """Indices of the int32 words of a note."""
+    """Names the int32 words of a note, which says whose bias to copy: which q and kv block's."""
 
     ROW = 0  # first row of the q block; below 0: no more tiles follow
     HEAD = 1
@@ -49,7 +49,7 @@ TILE_NUMBERS = 4  # the number of a work tile is known modulo this
 
 
 def tile_word(kv_block: Int32, tile_idx: Int32) -> Int32:
-    """Return the word `TILE` of a note.
+    """Pack the numbers of a kv block and of a work tile into one word of a note.
 
     Args:
         kv_block: the kv block.
@@ -91,7 +91,7 @@ class BiasBarriers:
 
 @dataclass(frozen=True)
 class CopiedBias:
-    """Holds where the copied tiles are.
+    """Holds the shared memory address of the copied bias tiles, and their mbarriers.
 
     Attributes:
         memory: address of the stages of K, or of the tiles if they have memory of their own.
@@ -103,13 +103,13 @@ class CopiedBias:
 
 
 def tile_of(config: BackwardConfig) -> BiasTile:
-    """Return the layout of a consumer's tile."""
+    """Return the shared memory layout of the bias tile that one consumer warpgroup reads."""
     # a warp reads every second row; the places repeat after 8 rows for all sizes
     return BiasTile(ROWS, config.bias_bytes, 2 if config.bias_bytes == 4 else 1)
 
 
 def tile_start(config: BackwardConfig, memory: Int32, tile_idx: Int32, wg: Any) -> Any:
-    """Return the address of a consumer's tile.
+    """Return the shared memory address of the bias tile of one consumer warpgroup.
 
     Args:
         config: compile-time configuration.
@@ -124,7 +124,7 @@ def tile_start(config: BackwardConfig, memory: Int32, tile_idx: Int32, wg: Any) 
 
 
 class BiasNotes:
-    """Writes the notes, in the producer warp.
+    """Tells the copying warp which tiles to copy; the producer warp calls it.
 
     Args:
         config: compile-time configuration.
@@ -135,7 +135,10 @@ class BiasNotes:
 
     @cute.jit
     def write(self, info: cute.Tensor, bars: BiasBarriers, index: Int32, words: tuple):
-        """Write note number `index`, with the words of `BiasNote`."""
+        """Tell the copying warp which tile to copy: write note number `index`.
+
+        `words` are those of `BiasNote`, in order.
+        """
         slot = index & (NOTES - 1)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(words)):
@@ -153,7 +156,7 @@ class BiasNotes:
 
 
 class BackwardBiasCopier:
-    """Copies the tiles that the notes name, in one warp.
+    """Copies bias tiles from global to shared memory, in one warp.
 
     Args:
         config: compile-time configuration.
@@ -173,7 +176,7 @@ class BackwardBiasCopier:
         captured: list,
         problem: Problem,
     ):
-        """Run the warp.
+        """Copy the tile of each note, until a note says that no more tiles follow.
 
         Args:
             bias: where the tiles are.
@@ -211,13 +214,13 @@ class BackwardBiasCopier:
         return self.word(info, index, BiasNote.ROW)
 
     def word(self, info: cute.Tensor, index: Int32, word: BiasNote) -> Any:
-        """Return a word of note number `index`."""
+        """Read a word of note number `index` from shared memory."""
         return info[Word.BIAS_NOTES + (index & (NOTES - 1)) * NOTE_WORDS + word]
 
 
 @dataclass(frozen=True)
 class ReadTile:
-    """Describes the tile that a consumer thread reads.
+    """Describes where a consumer thread finds the bias of its next q block in shared memory.
 
     Attributes:
         start: address of the tile.
@@ -233,7 +236,7 @@ class ReadTile:
 
 
 class BiasReader:
-    """Reads a thread's elements of a tile.
+    """Reads a thread's biases from a tile in shared memory.
 
     Args:
         config: compile-time configuration.
@@ -244,18 +247,18 @@ class BiasReader:
 
     @cute.jit
     def wait(self, tile: ReadTile, full: cute.Pointer):
-        """Wait until the tile has arrived."""
+        """Wait until the tile is in shared memory."""
         if tile.some:
             cute.arch.mbarrier_wait(full, tile.index & 1)
 
     @cute.jit
     def release(self, tile: ReadTile, empty: cute.Pointer):
-        """Signal, in every lane, that it has read the tile."""
+        """Release the tile to the copying warp: every lane arrives at `empty`."""
         if tile.some:
             cute.arch.mbarrier_arrive(empty)
 
     def read(self, tile: ReadTile, thread: Int32) -> list[Float32]:
-        """Return the thread's elements in the order of the accumulator of S^T.
+        """Read the thread's biases from shared memory, in the order of its registers of S^T.
 
         Args:
             tile: the tile, which has arrived.

@@ -127,9 +127,10 @@ class LoadBarriers:
 
 @dataclass(frozen=True)
 class ChunkBarriers:
-    """Holds the mbarriers for chunks that are added in a fixed order, one for each consumer.
+    """Holds the mbarriers between consumers and the warps that add chunks, one for each consumer.
 
-    Those that only a fixed order needs are None with a copied bias, which needs their memory.
+    They order sums. With a copied bias, `ready` and `landed_ack` are None, because sums have no fixed
+    order then and the bias needs their memory.
     """
 
     ready: cute.Pointer | None  # the consumer has written a chunk and its note

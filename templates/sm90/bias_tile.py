@@ -32,7 +32,7 @@ BANK_BYTES = 128  # bytes that shared memory delivers in a cycle
 
 @dataclass(frozen=True)
 class BiasTile:
-    """Describes the layout of a tile of the bias in shared memory.
+    """Describes how a tile of the bias is laid out and swizzled in shared memory.
 
     The units of a row, 8 columns each, change places with the row (exclusive or), so that units
     that a warp reads at once are in different banks. In the forward it reads one unit in each of
@@ -60,12 +60,12 @@ class BiasTile:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit, which keeps its order within a row."""
+        """Bytes of a unit, 8 neighbouring columns, which the swizzle moves as a whole."""
         return UNIT * self.size
 
     @property
     def period(self) -> int:
-        """Number of units, a power of two, that are in different banks."""
+        """Number of units, a power of two, that together fill the banks of shared memory once."""
         return BANK_BYTES // self.unit_bytes
 
     @property
@@ -118,7 +118,7 @@ class BiasRows:
 
 @cute.jit
 def copy_tile(source: BiasRows, first: Int32, to: Int32, tile: BiasTile, full: cute.Pointer):
-    """Copy a tile to shared memory by one warp; `full` gets an arrival of each lane.
+    """Copy a tile of the bias from global to shared memory, by all lanes of one warp.
 
     Args:
         source: rows of the bias.
