@@ -18,7 +18,7 @@ from attnkit.splice import copied_bias
 from tests.sampling import crossed, first_of
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, observed
 
-Q_LEN, KV_LEN = 200, 264
+Q_LEN, KV_LEN = 136, 264
 DTYPES = [torch.float32, BF16, FP16]
 Mod = Callable[..., Any]
 
@@ -36,7 +36,6 @@ BIAS, ROWS = table(), torch.randn(Q_LEN)
 BY_BATCH, WIDER = table(2, 2, Q_LEN, KV_LEN), table(2, Q_LEN, KV_LEN + 4)
 LATER = table(Q_LEN + 3, KV_LEN)  # read from row 3 on, as by queries after a cache
 FROZEN: dict[str, Mod] = {
-    "by head": by_head(BIAS),
     "by batch element": lambda s, b, h, q, kv: s + BY_BATCH[b, h, q, kv],
     "of a product": lambda s, b, h, q, kv: s - 0.5 * BIAS[h, q, kv],
     "with a row": lambda s, b, h, q, kv: s + BIAS[h, q, kv] + ROWS[q],
@@ -44,7 +43,6 @@ FROZEN: dict[str, Mod] = {
 }
 LEARNED: dict[str, Callable[[Tensor], Mod]] = {
     "by head": by_head,
-    "minus": lambda w: lambda s, b, h, q, kv: s - w[h, q, kv],
     "with a row": lambda w: lambda s, b, h, q, kv: s + w[h, q, kv] + ROWS[q],
 }
 
@@ -100,7 +98,7 @@ def test_learned_bias(name: str) -> None:
 
 def _short(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """Keep one, two or three q blocks of a kv block; one kv block is empty."""
-    return ((kv < 128) & (q < 64)) | ((kv >= 256) & (q < 130 + 70 * h))
+    return ((kv < 128) & (q < 64)) | ((kv >= 256) & (q < 100 + 70 * h))
 
 
 MASKS: dict[str, Any] = {
@@ -149,17 +147,9 @@ def test_scale(scale: float) -> None:
     check(draw(Q_LEN, KV_LEN, dims=(128, 128)), by_head, CAUSAL, [table()], scale=scale)
 
 
-OTHERS: dict[str, Mod] = {
-    "rows of odd length": by_head(table(2, Q_LEN, 265)),
-    "transposed": by_head(table(2, KV_LEN, Q_LEN).mT),
-    "later columns": lambda s, b, h, q, kv: s + WIDER[h, q, kv + 4],
-    "not aligned": by_head(table(2, Q_LEN, 276)[:, :, 1:265]),
-}
-
-
-@pytest.mark.parametrize("name", list(OTHERS))
-def test_other_biases_are_not_copied(name: str) -> None:
-    assert not is_copied(OTHERS[name])
+def test_rows_that_are_not_aligned_are_not_copied() -> None:
+    """The forward's tests have more such biases; both directions decide by the same function."""
+    assert not is_copied(by_head(table(2, Q_LEN, 265)))
 
 
 def test_sums_in_a_fixed_order_do_not_copy() -> None:
