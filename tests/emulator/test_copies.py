@@ -255,20 +255,23 @@ $L_c:
         np.testing.assert_array_equal(out, x[::-1])
 
 
+@pytest.mark.parametrize("hint", ["", ".L2::cache_hint"])
 @section("cp.async", "cp.async.commit_group", "cp.async.wait_group / cp.async.wait_all")
-def test_cp_async_fills_with_zeros_and_waits_by_group() -> None:
+def test_cp_async_fills_with_zeros_and_waits_by_group(hint: str) -> None:
     """cp.async fills with zeros if the source size is below the copy size."""
     body = """
+    createpolicy.fractional.L2::evict_first.b64 %d9, 1.0;
     mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 4; mov.b32 %r3, dynamic; add.s32 %r4, %r3, %r2;
     ld.param.u64 %d1, [p0]; mul.wide.u32 %d2, %r1, 16; add.s64 %d3, %d1, %d2;
     ld.param.u64 %d4, [p1]; add.s64 %d5, %d4, %d2;
     and.b32 %r5, %r1, 1; mul.lo.s32 %r6, %r5, 8; add.s32 %r6, %r6, 8;
-    cp.async.cg.shared.global [%r4], [%d3], 16, %r6;
+    cp.async.cg.shared.globalHINT [%r4], [%d3], 16, %r6POLICY;
     cp.async.commit_group;
     WAIT
     ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r4];
     st.global.v4.b32 [%d5], {%r10, %r11, %r12, %r13};
     """
+    body = body.replace("HINT", hint).replace("POLICY", ", %d9" if hint else "")
     x = np.arange(1, 129, dtype=np.uint32).reshape(32, 4)
     want = x.copy()
     want[::2, 2:] = 0

@@ -118,6 +118,8 @@ def test_atomics_on_global_and_shared_memory() -> None:
     mov.u32 %r1, %tid.x;
     atom.global.add.u32 %r2, [%d1], 1;
     red.global.add.f32 [%d1+4], 0f3F800000;
+    createpolicy.fractional.L2::evict_first.b64 %d9, 1.0;
+    red.global.add.L2::cache_hint.f32 [%d1+28], 0f40000000, %d9;
     atom.global.max.s32 %r3, [%d1+8], %r1;
     atom.global.inc.u32 %r4, [%d1+12], 9;
     atom.global.cas.b32 %r5, [%d1+16], 0, %r1;
@@ -144,6 +146,7 @@ $L_a:
     assert out[4] == 1  # the first lane wrote 0, the second found 0 and wrote 1
     assert out[5] == 63
     assert out[6] == 128
+    assert out[7:8].view(np.float32)[0] == 128.0
     assert sorted(out[8:].tolist()) == list(range(64))
 
 

@@ -35,7 +35,8 @@ def cp(e: Emitter, c: Instr) -> list[str]:
         if "ignore-src" in op:
             raise e.fail(c)
         n = int(c.args[2], 0)
-        size = c.args[3] if len(c.args) > 3 and "L2::cache_hint" not in p else c.args[2]
+        operands = c.args[:-1] if "L2::cache_hint" in p else c.args
+        size = operands[3] if len(operands) > 3 else operands[2]
         src = e.val(size, "u4")
         return [f"cp_async(W,{e.addr(c.args[0])},{e.addr(c.args[1])},{n},{src},m)"]
     raise e.fail(c)

@@ -134,7 +134,8 @@ def atomic(e: Emitter, c: Instr) -> list[str]:
     if n > 1:
         args = e.values(c.args[at + 1], t)
         return [f"red_vector(W,{e.addr(c.args[at])},m,{t},'{how}',{args},{fmt}{order})"]
-    values = "[" + ",".join(e.val(x, t) for x in c.args[at + 1 :][:2]) + "]"
+    operands = c.args[at + 1 : at + (3 if how == "cas" else 2)]  # a cache policy may follow
+    values = "[" + ",".join(e.val(x, t) for x in operands) + "]"
     call = f"atom_{space}(W,{e.addr(c.args[at])},m,{t},'{how}',{values},{fmt}{order})"
     return e.put(c.args[0], call, t) or [call] if at else [call]
 
