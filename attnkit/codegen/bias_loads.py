@@ -11,7 +11,7 @@ from attnkit.codegen.emit_cute import load_place
 from attnkit.codegen.load_indices import LoadIndices
 from attnkit.codegen.staged_emitter import head_arguments
 from attnkit.graph import ir
-from attnkit.graph.ir import Node
+from attnkit.graph.ir import Node, arg
 from attnkit.graph.staging import Level, index_level, reads_along_kv
 
 PAIRED = (Float32, BFloat16, Float16)  # dtypes of a bias that is loaded in pairs
@@ -47,6 +47,10 @@ class BiasLoads:
         """Return the type of the only bias in memory."""
         (load,) = self.loads
         return tensors[int(str(load.attr))].element_type
+
+    def by_batch(self) -> bool:
+        """Return whether the index of a bias contains the batch element."""
+        return any(arg("b") in ir.topo(n) for n in self.loads)
 
     def places(self, site: Any, tensors: Sequence[Any], q: Any, kv: Any) -> list[Any]:
         """Emit pointers to the elements that the score at (q, kv) reads."""

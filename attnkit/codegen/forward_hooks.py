@@ -256,6 +256,10 @@ class GraphForward:
         """Return whether the biases of a row are neighbours in memory, as `bias_row` requires."""
         return self._bias_loads.along_rows(self._tensors(site)[0])
 
+    def bias_is_by_batch(self) -> bool:
+        """Return whether the index of the bias contains the batch element."""
+        return self._bias_loads.by_batch()
+
     def bias_place(self, site: Any, q: Any, kv: Any) -> Any:
         """Emit a pointer to the bias of the score at (q, kv)."""
         (place,) = self._bias_loads.places(site, self._tensors(site)[0], q, kv)

@@ -15,6 +15,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from attnkit.templates.common.cache_policy import CachePolicy
+
 STEP = 8  # number of exponents that share a bin
 BINS = 256 // STEP + 1
 LARGEST = 255  # exponent field of infinities and NaN
@@ -54,18 +56,24 @@ class ExactSums:
         place = self.place_of(i, site, total, None, None)
         self.add_where(cute.arch.lane_idx() == 0, place, value)
 
-    def add_at(self, condition: Any, target: cute.Pointer, value: Any) -> None:
+    def add_at(self, condition: Any, target: cute.Pointer, value: Any, again: bool = True) -> None:
         """Add `value` to a float32 in global memory, in the lanes where `condition` is true.
 
-        By predication: a branch would cost more than the addition, and separate the lanes.
+        By predication: a branch would cost more than the addition, and separate the lanes. See
+        `store_at` for `again`.
         """
+        hint, policy = "", []
+        if not again:
+            hint, policy = ".L2::cache_hint", [Int64(CachePolicy.EVICT_FIRST)]
+        operands = "[{$r1}], {$r2}" + ", {$r3}" * len(policy)
         cute.arch.inline_ptx(
             "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
-            " @p red.relaxed.gpu.global.add.f32 [{$r1}], {$r2}; }",
+            f" @p red.relaxed.gpu.global.add{hint}.f32 {operands}; }}",
             read_only_args=[
                 cutlass.select_(condition, Int32(1), Int32(0)),
                 target.toint(),
                 Float32(value),
+                *policy,
             ],
         )
 

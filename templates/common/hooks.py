@@ -224,6 +224,10 @@ class ForwardHooks(Protocol):
         """Return a pointer to the bias of the score at (q, kv), if there is only one bias."""
         ...
 
+    def bias_is_by_batch(self) -> bool:
+        """Return whether the index of the bias contains the batch element."""
+        ...
+
     def bias_type(self, site: Any) -> Any:
         """Return the type of the biases in memory, if there is only one bias."""
         ...

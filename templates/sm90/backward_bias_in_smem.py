@@ -198,7 +198,7 @@ class BackwardBiasCopier:
                 cute.arch.mbarrier_wait(k_empty + stage, ((tile_idx - 1) >> 1) & 1)
             p = problem
             site = Site(captured, batch, head, p.q_len, p.kv_len, p.scale, row)
-            rows = BiasRows.of(self.hooks, site, row)
+            rows = BiasRows.of(self.hooks, site, row, p.batch)
             for wg in cutlass.range_constexpr(CONSUMERS):
                 first = kv_block * self.config.block_kv + wg * ROWS
                 cute.arch.mbarrier_wait(bars.empty + wg, (count & 1) ^ 1)

@@ -144,7 +144,7 @@ class CapturedGrads(PlaceRuns):
                 inside, leads = (q < site.q_len) & inside, site.b == LEADER
                 self.store_at(inside & leads, place, value, again=True)
                 follows = inside & (site.b != LEADER)
-                self.add_where(follows & (value != Float32(0.0)), place, value)
+                self.add_at(follows & (value != Float32(0.0)), place, value, again=False)
             else:
                 self.add_where((value != Float32(0.0)) & (q < site.q_len) & inside, place, value)
 

@@ -107,6 +107,7 @@ class BiasCopier:
         runs: tuple,
         captured: list,
         scalars: Scalars,
+        batch_size: Int32,
     ):
         """Copy the bias of the work tiles that the scheduler warp fetches, block by block.
 
@@ -120,6 +121,7 @@ class BiasCopier:
             runs: int32 [2, runs] of PARTIAL and of FULL kv blocks.
             captured: captured tensors.
             scalars: scalar arguments of the call.
+            batch_size: batch size of the query.
         """
         ring = BiasRing.of(self.config, memory, bars, warpgroup)
         position, tile_idx = Int32(0), Int32(0)
@@ -131,7 +133,8 @@ class BiasCopier:
             # release the words to the scheduler; every lane has read them
             cute.arch.mbarrier_arrive(bars.work.empty)
             row = q_block * self.config.block_q + warpgroup * WARPGROUP_ROWS
-            source = self._source(captured, scalars, batch, head, row)
+            where = batch, head, row
+            source = self._source(captured, scalars, where, batch_size)
             for kind in cutlass.range_constexpr(2):
                 run, take, left = cursors[kind]
                 while left > 0:
@@ -148,11 +151,12 @@ class BiasCopier:
             batch = next_tile[WorkItem.BATCH]
 
     def _source(
-        self, captured: list, scalars: Scalars, batch: Int32, head: Int32, row: Int32
+        self, captured: list, scalars: Scalars, where: tuple[Int32, Int32, Int32], batch_size: Int32
     ) -> BiasRows:
-        """Return the rows from `row` on of the bias of a head."""
+        """Return rows of the bias of a head; `where` is (batch element, head, first row)."""
         q_len, kv_len, scale = scalars.q_len, scalars.kv_len, scalars.scale
-        return BiasRows.of(self.hooks, Site(captured, batch, head, q_len, kv_len, scale, row), row)
+        site = Site(captured, *where[:2], q_len, kv_len, scale, where[2])
+        return BiasRows.of(self.hooks, site, where[2], batch_size)
 
     @cute.jit
     def _copy_block(self, source: BiasRows, kv_block: Int32, position: Int32, ring: BiasRing):

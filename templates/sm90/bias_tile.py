@@ -20,6 +20,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute
 
+from attnkit.templates.common.cache_policy import CachePolicy
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_ROWS
@@ -90,6 +91,7 @@ class BiasRows:
         rows: rows that the tensors have from the first one on; may be above 64, or below 0.
         columns: columns of the tensors.
         aligned: whether all rows begin at multiples of 16 bytes.
+        policy: L2 cache policy of the copies, a `CachePolicy`.
     """
 
     start: Int64
@@ -97,15 +99,17 @@ class BiasRows:
     rows: Int32
     columns: Int32
     aligned: Boolean
+    policy: Int64
 
     @classmethod
-    def of(cls, hooks: ForwardHooks, site: Site, row: Int32) -> BiasRows:
+    def of(cls, hooks: ForwardHooks, site: Site, row: Int32, batch: Int32) -> BiasRows:
         """Return the rows from `row` on of the bias of a head.
 
         Args:
             hooks: hooks of the variant.
             site: the head, the batch element and the sizes.
             row: the first row.
+            batch: batch size.
         """
 
         def address(q: Int32) -> Int64:
@@ -113,7 +117,12 @@ class BiasRows:
 
         start, step = address(row), address(Int32(1)) - address(Int32(0))
         aligned = ((start | step) & (VECTOR_BYTES - 1)) == 0
-        return cls(start, step, site.q_len - row, site.kv_len, aligned)
+        # A bias may be larger than L2. Once the last batch element reads it, its lines should leave L2
+        # before those of Q, K, V and dQ.
+        policy = Int64(CachePolicy.EVICT_FIRST)
+        if not hooks.bias_is_by_batch():
+            policy = cutlass.select_(site.b == batch - 1, policy, Int64(CachePolicy.EVICT_NORMAL))
+        return cls(start, step, site.q_len - row, site.kv_len, aligned, policy)
 
 
 @cute.jit
@@ -162,7 +171,7 @@ def _copy_vectors(source: BiasRows, first: Int32, left: Int32, to: Int32, tile: 
     places = [to + row * tile.row_bytes + (byte ^ tile.turn(row + i * rows)) for i in turns]
     for i in range(WARPGROUP_ROWS // rows):
         target = places[i % len(places)] + i * rows * tile.row_bytes
-        _copy(target, at, VECTOR_BYTES, i * rows < count)
+        _copy(target, at, VECTOR_BYTES, i * rows < count, source.policy)
         at = at + step
 
 
@@ -186,19 +195,20 @@ def _copy_rows(
         places.append((target, at, (column < left) & (row < source.rows)))
     if tile.size == 4:
         for target, at, inside in places:
-            _copy(target, at, tile.size, inside)
+            _copy(target, at, tile.size, inside, source.policy)
     else:  # all loads before the first store, so that they run at the same time
         numbers = [_load(at, inside) for _, at, inside in places]
         for (target, _, _), number in zip(places, numbers, strict=True):
             _store(target, number)
 
 
-def _copy(to: Int32, at: Int64, size: int, inside: Boolean) -> None:
+def _copy(to: Int32, at: Int64, size: int, inside: Boolean, policy: Int64) -> None:
     """Copy `size` bytes from global to shared memory asynchronously, or zeros if not `inside`."""
     cached = "cg" if size == VECTOR_BYTES else "ca"
     cute.arch.inline_ptx(
-        f"cp.async.{cached}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-        read_only_args=[to, at, cutlass.select_(inside, Int32(size), Int32(0))],
+        f"cp.async.{cached}.shared.global.L2::cache_hint"
+        f" [{{$r0}}], [{{$r1}}], {size}, {{$r2}}, {{$r3}};",
+        read_only_args=[to, at, cutlass.select_(inside, Int32(size), Int32(0)), policy],
     )
 
 

@@ -317,7 +317,9 @@ class Forward:
             elif const_expr(not c.columns_in_mma):
                 if const_expr(c.bias_stages):
                     wg = warp - CLEARING_WARP
-                    self.bias_copier.run(wg, biases, smem.next_tile, bars, runs, captured, scalars)
+                    self.bias_copier.run(
+                        wg, biases, smem.next_tile, bars, runs, captured, scalars, out.shape[0]
+                    )
                 self._clear_and_compare(work_tiles, results, captured, checks, warp)
             elif warp == COLUMNS_WARP:
                 self.column_writer.run(words, smem, bars, captured, scalars)
