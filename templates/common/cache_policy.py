@@ -1,8 +1,16 @@
-"""Name the L2 cache policies that accesses to global memory pass as a hint."""
+"""Name the L2 cache policies that accesses to global memory pass as a hint.
+
+Some tensors are read or written once by a kernel, others by many work tiles. If the former leave L2
+first, more of the latter stays there. In the backward K, V, dK and dV are of the former kind, Q, dO
+and the sums of dQ of the latter. In the forward Q and the output are of the former kind.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
+
+from cutlass import Int64
 
 
 class CachePolicy(IntEnum):
@@ -13,3 +21,8 @@ class CachePolicy(IntEnum):
 
     EVICT_NORMAL = 0x1000000000000000
     EVICT_FIRST = 0x12F0000000000000  # lines leave L2 before those of other accesses
+
+
+def evict_first() -> Any:
+    """Return the argument `cache_policy` of a TMA copy whose lines leave L2 first."""
+    return Int64(CachePolicy.EVICT_FIRST)

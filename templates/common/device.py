@@ -243,10 +243,13 @@ def store_matrix(to: Any, words: list[Any]) -> None:
 
 
 def store_where(inside: Any, to: Any, words: list[Any]) -> None:
-    """Store 16 bytes to global memory where `inside` holds, by predication."""
+    """Store 16 bytes to global memory where `inside` holds, by predication.
+
+    The lines leave L2 first, see `cache_policy`: use this for results that the kernel writes once.
+    """
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"
-        " @p st.global.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        " @p st.global.cs.v4.b32 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
         read_only_args=[cutlass.select_(inside, Int32(1), Int32(0)), to.toint(), *words],
     )
 

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from attnkit.templates.common.backward_producer import partition_operands
 from attnkit.templates.common.backward_work import Lists, Problem
+from attnkit.templates.common.cache_policy import evict_first
 from attnkit.templates.common.semaphore import write_turn
 from attnkit.templates.common.work_tile import (
     ITEM_WORDS,
@@ -173,6 +174,7 @@ class Producer:
                             k_from[None, halves * kv_block + w, h_kv, b_kv],
                             k_to[None, halves * k_stage + w],
                             tma_bar_ptr=bars.k_full + k_stage,
+                            cache_policy=evict_first(),
                         )
                 row_block, q_head = block, h
                 if const_expr(c.pack_gqa):  # `block` goes on from head to head
@@ -236,6 +238,7 @@ class Producer:
                             v_from[None, halves * kv_block + w, h_kv, b_kv],
                             v_to[None, w],
                             tma_bar_ptr=bars.v_full + w,
+                            cache_policy=evict_first(),
                         )
                 if j == claim_at:
                     index = self.claim_next(lists, index, goes_on, kv_count + 1, info, bars)

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from attnkit.templates.common import device
+from attnkit.templates.common.cache_policy import evict_first
 from attnkit.templates.common.constants import NEG_INF
 from attnkit.templates.common.forward_work import WorkItem
 from attnkit.templates.common.hooks import ForwardHooks
@@ -202,7 +203,8 @@ class Epilogue:
             if warp % WARPGROUP_WARPS == 0:
                 q_rows = work.q_block * self.config.warpgroups + warpgroup
                 target = output.tma_to[None, q_rows, work.head, work.batch]
-                cute.copy(output.tma, output.tma_from[None, warpgroup], target)
+                source = output.tma_from[None, warpgroup]
+                cute.copy(output.tma, source, target, cache_policy=evict_first())
                 cute.arch.cp_async_bulk_commit_group()
 
     def store_split(

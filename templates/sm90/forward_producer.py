@@ -14,6 +14,7 @@ from enum import IntEnum
 import cutlass
 from cutlass import Int32, const_expr, cute
 
+from attnkit.templates.common.cache_policy import evict_first
 from attnkit.templates.common.forward_work import CURSORS, ITEM_WORDS, Scalars, WorkItem
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.tma import partition
@@ -332,6 +333,7 @@ class Producer:
                 q.source[None, q_block * c.warpgroups + w, head, batch],
                 q.target[None, w + c.warpgroups * stage],
                 tma_bar_ptr=full,
+                cache_policy=evict_first(),
             )
 
     @cute.jit
