@@ -21,7 +21,7 @@ from attnkit.schedule.targets import SM90, Target, gpu_target
 from attnkit.schedule.whole_heads import WholeHeads
 from attnkit.schedule.work_list import full_runs, retile
 from attnkit.sparsity.block_runs import BlockRuns
-from attnkit.splice import backward_call, exact_sums, gqa_packing
+from attnkit.splice import backward_prepare, exact_sums, gqa_packing
 from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
@@ -84,7 +84,7 @@ def prepare(kernel_call: KernelCall, inputs: BackwardInputs) -> BackwardCall:
     A deterministic call accumulates dQ, dK and dV in a fixed order, and the gradients of captured
     tensors exactly.
     """
-    return backward_call.prepare(
+    return backward_prepare.prepare(
         kernel_call, inputs, functools.partial(_settings_of, kernel_call, inputs)
     )
 

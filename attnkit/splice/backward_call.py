@@ -5,91 +5,44 @@ No function here synchronizes with the GPU. All of them may run during CUDA grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnkit.codegen.load_indices import LoadIndices, data_bound
-from attnkit.codegen.nonnegative import wrapping
-from attnkit.graph.ir import Node
 from attnkit.jit.kernel import Source, kernel
 from attnkit.jit.relaunch import Relaunch
 from attnkit.splice import entropy_gradient, exact_sums, sink_gradient
-from attnkit.splice.backward_rows import cached_learned_loads, row_work
-from attnkit.splice.backward_sources import (
-    RowWork,
-    main_source,
-    postprocess_source,
-    preprocess_source,
-)
+from attnkit.splice.backward_kernels import Postprocess
 from attnkit.splice.backward_template import BackwardSettings
-from attnkit.splice.backward_work import UNIT, BackwardWork, backward_work
+from attnkit.splice.backward_work import UNIT, BackwardWork
 from attnkit.splice.captured_arguments import (
-    MASK,
-    SCORE,
     CapturedArgument,
     CapturedSlot,
-    captured_slot,
     own_tensors,
     read_captured,
-    readable,
-    tensor_kinds,
 )
-from attnkit.splice.copied_bias import backward_bias
 from attnkit.splice.counters import zero_counters
 from attnkit.splice.data_check import CheckTable
 from attnkit.splice.graph_capture import is_capturing, keep_while_replayable
-from attnkit.splice.kernel_call import BackwardInputs, Captured, KernelCall
-from attnkit.splice.mask_intervals import column_intervals
-from attnkit.splice.program import Program
+from attnkit.splice.kernel_call import BackwardInputs
 from attnkit.splice.replay import CallTensors, Launch, prepare_replay
-from attnkit.splice.run_time_numbers import KernelGraphs, kernels_for
 from attnkit.splice.sink_gradient import RepeatedBackward
 from attnkit.splice.stored_gradients import (
-    CallSizes,
     StoredGradient,
     Unwritten,
-    stored_gradients,
-    unwritten,
 )
-from attnkit.splice.tma import have_tma_strides, loadable
-from attnkit.splice.workers import worker_count
-from attnkit.util import caches
-from attnkit.util.tensor_cache import VersionedCache
+from attnkit.splice.tma import loadable
 from attnkit.util.torch_private import device_index, fast_empty_strided, stream_of
 
 if TYPE_CHECKING:
     from attnkit.jit.emulated_kernel import EmulatedKernel
 
 
-# Function that returns the compile-time settings of kernels: (graphs, whether each tensor that the
-# score reads needs a gradient) -> settings.
-SettingsOf: TypeAlias = Callable[[Program, tuple[bool, ...]], BackwardSettings]
-
 _CHECKS = 7  # index of the preprocess kernel's argument with the table of checked data
-
-
-@dataclass(frozen=True)
-class Postprocess:
-    """Describes a launch of the postprocess kernel, which rounds float32 sums to a gradient.
-
-    Attributes:
-        source: the kernel.
-        which: which gradient it writes: 0 for dQ, 1 for dK, 2 for dV.
-        first: index of the first unit (of `UNIT` floats) of this gradient among the sums.
-        scaled: whether the sums are multiplied by the softmax scale.
-        factors: whether they are also multiplied by factors of rows.
-    """
-
-    source: Source
-    which: int
-    first: int
-    scaled: bool
-    factors: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -466,195 +419,9 @@ class BackwardCall:
         return EmulatedKernel(source, self.work.cost, roles, outputs, counters=10 + rows)
 
 
-_calls: VersionedCache[BackwardCall] = VersionedCache(128)
-caches.register(_calls.clear)
-
-
-def prepare(kernel_call: KernelCall, inputs: BackwardInputs, settings: SettingsOf) -> BackwardCall:
-    """Return the cached `BackwardCall` for tensors like `inputs`, or build it.
-
-    Args:
-        kernel_call: the template, graphs and tiles.
-        inputs: example tensors. Later calls may pass other tensors of the same geometry, except for
-            the tensors that the mask captures: these must be the same, with the same data.
-        settings: see `SettingsOf`.
-    """
-    sizes = tuple([(t.shape, t.stride()) for t in loaded(inputs)])
-    kinds = tuple([(t.dtype, t.device, t.shape, t.stride()) for l in inputs.captured for t in l])
-    query = inputs.query
-    workers = worker_count(query.device, kernel_call.spec.emulated)
-    case = kernel_call.template, kernel_call.program, kernel_call.runs, tuple(inputs.needs_grad)
-    sink = inputs.sink is not None, inputs.needs_sink_grad, inputs.dropout is not None
-    grads = inputs.grad_lse is None, inputs.grad_entropy is None
-    kind = grads, sink, query.dtype, query.device
-    key = case, kind, workers, sizes, kinds, kernel_call.check
-    build = lambda: _build_call(kernel_call, inputs, settings, workers)
-    return _calls.get(key, inputs.captured.masks, build)
-
-
 def loaded(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors that TMA reads: query, key, value, output, gradient of the output."""
     return inputs.query, inputs.key, inputs.value, inputs.out, inputs.grad_out
-
-
-def _build_call(
-    kernel_call: KernelCall, inputs: BackwardInputs, settings: SettingsOf, workers: int
-) -> BackwardCall:
-    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
-    program, device = kernel_call.program, query.device
-    bounds, mask_tensors = column_intervals(program.mask, captured.masks, query, key)
-    graphs = KernelGraphs(
-        program.score,
-        program.mask,
-        bounds,
-        tuple(captured.scores),
-        tuple(mask_tensors),
-        program.has_softmax,
-    )
-    build = lambda g: _kernels(kernel_call, inputs, g, settings, workers)
-    kernels = kernels_for(graphs, build, device)
-    final = kernels.settings
-    like = [torch.empty_like(t, device="meta") for t in (query, key, value)]
-    with_sink = inputs.needs_sink_grad
-    return BackwardCall(
-        settings=final,
-        work=kernels.work,
-        device=device,
-        dtype=query.dtype,
-        preprocess=kernels.preprocess,
-        main=kernels.main,
-        postprocess=kernels.postprocess,
-        shifts=kernels.shifts,
-        captured=kernels.arguments,
-        needs_grad=kernels.needs_grad,
-        table=kernels.table,
-        sink=kernels.reads_sink,
-        sink_parts=sink_gradient.parts_shape(final, query) if with_sink else None,
-        like=tuple((tuple(t.shape), t.stride()) for t in like),
-        direct=have_tma_strides(like),
-        tma_strides=have_tma_strides(loaded(inputs)),
-        group=query.shape[1] // key.shape[1],
-        row_words=final.template.row_words(final),
-        emulated=kernel_call.spec.emulated,
-        check=None if kernel_call.check is None else kernel_call.check.backward,
-        stored=kernels.stored,
-    )
-
-
-class _Kernels(NamedTuple):
-    """Describes the kernels of a backward, which are not compiled yet.
-
-    The attributes that are not described here are those of `BackwardCall`.
-
-    Attributes:
-        arguments: the captured tensors that the main kernel reads.
-        needs_grad: for each tensor that the score reads, tables of numbers included, whether its
-            gradient is needed.
-        table: see `BackwardCall`.
-        reads_sink: whether the preprocess reads an attention sink.
-    """
-
-    settings: BackwardSettings
-    work: BackwardWork
-    preprocess: Source
-    main: Source
-    postprocess: tuple[Postprocess, ...]
-    shifts: bool
-    arguments: tuple[CapturedArgument, ...]
-    needs_grad: tuple[bool, ...]
-    table: int | None
-    reads_sink: bool
-    stored: tuple[StoredGradient, ...]
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """Return the kernels, the main one first."""
-        clearing = (s.unwritten.source for s in self.stored if s.unwritten is not None)
-        return (self.main, self.preprocess, *(p.source for p in self.postprocess), *clearing)
-
-
-def _kernels(
-    kernel_call: KernelCall,
-    inputs: BackwardInputs,
-    graphs: KernelGraphs,
-    settings_of: SettingsOf,
-    workers: int,
-) -> _Kernels:
-    """Describe the kernels of a backward for `graphs`, which may read numbers from tables."""
-    query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
-    program = kernel_call.program.without_sink()  # the LSE includes the sink
-    program = replace(program, score=graphs.score, mask=graphs.mask)
-    emulated, device, own = kernel_call.spec.emulated, query.device, len(captured.scores)
-    needs_grad = (*inputs.needs_grad, *(False for _ in graphs.scores[own:]))
-    settings = settings_of(program, needs_grad)
-    check = None if kernel_call.check is None else kernel_call.check.backward
-    checks = () if check is None else tensor_kinds([check.rows])
-    arguments = (
-        *(captured_slot(SCORE, i, captured, device) for i in range(own)),
-        *(readable(t, device) for t in graphs.scores[own:]),
-        *(_mask_argument(t, captured, device) for t in graphs.masks),
-    )
-    kinds = tensor_kinds(read_captured(arguments, captured, device))
-    indices = _load_indices(graphs, query, key)
-    numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
-    sizes = enumerate(t.numel() * numbers for t in captured.scores)
-    large = tuple([i for i, size in sizes if size >= 2**31])
-    before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
-    runs, learned = kernel_call.runs, any(needs_grad)
-    call = CallSizes.of(query, key)
-    alone, shared = stored_gradients(program.score, needs_grad, settings, indices, call)
-    leads = bool(shared) and (runs is None or runs.batch == 1)
-    work = backward_work(runs, settings, query, key, value, workers, emulated, learned, leads)
-    rounding = settings  # of the postprocess, which does not depend on who writes dQ first
-    tensors = (*captured.scores, *graphs.scores[own:])
-    if settings.bias_first and not settings.deterministic:
-        bias = backward_bias(program.score, graphs.facts, tensors, indices)
-        if bias is not None:
-            settings = settings.with_copied_bias(bias.element_size())
-    if work.leaders:
-        settings = settings.with_leaders()
-    else:
-        shared = {}
-    if work.first_writer:
-        settings = settings.with_first_writer()
-    elif work.starts is not None:
-        settings = settings.with_whole_heads()
-    table = None
-    if settings.one_hot:
-        ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
-        table = int(str(load.attr))
-    stored = []
-    for i, index in (alone | shared).items():
-        gap = unwritten(index, captured.scores[i].shape, runs, settings, call, device)
-        stored.append(StoredGradient(i, i in shared, gap))
-    with_lse = inputs.grad_lse is not None or settings.with_entropy
-    with_sink = inputs.needs_sink_grad
-    # terms that shift a row do not shift its sink: their gradients are less than dLSE by the sink's
-    reads_sink = with_sink or (inputs.sink is not None and before is not None)
-    return _Kernels(
-        settings=settings,
-        work=work,
-        preprocess=preprocess_source(settings, with_lse, before, checks, reads_sink + with_sink),
-        main=main_source(
-            program,
-            graphs.bounds,
-            settings,
-            kinds,
-            needs_grad,
-            large,
-            indices,
-            graphs.facts,
-            tuple(alone),
-            tuple(shared),
-        ),
-        postprocess=_postprocess(rounding, work, after),
-        shifts=before is not None,
-        arguments=arguments,
-        needs_grad=needs_grad,
-        table=table,
-        reads_sink=reads_sink,
-        stored=tuple(stored),
-    )
 
 
 def odd_rows(table: Tensor) -> Tensor:
@@ -666,57 +433,6 @@ def odd_rows(table: Tensor) -> Tensor:
     *outer, columns = table.shape
     copy = table.new_empty(*outer, columns + 1 - columns % 2)[..., :columns]
     return copy.copy_(table.detach())
-
-
-def _load_indices(graphs: KernelGraphs, query: Tensor, key: Tensor) -> LoadIndices:
-    """Return the loads whose index may be negative, and those whose index is clamped.
-
-    In the bounds the argument `q` stands for the kv position of a column.
-    """
-    batch, heads, q_len = query.shape[:3]
-    sizes = {"b": batch, "h": heads, "q": q_len, "kv": key.shape[2]}
-    (of_score, of_mask), bounds = graphs.known, graphs.bounds
-    score = [] if graphs.score is None else [graphs.score]
-    parts = [(score, graphs.scores, sizes, of_score)]
-    ends = [n for pair in bounds or () for n in pair]
-    parts.append((ends, graphs.masks, sizes | {"q": key.shape[2]}, of_mask))
-    if bounds is None and graphs.mask is not None:
-        parts.append(([graphs.mask], graphs.masks, sizes, of_mask))
-    wrap, clamp = frozenset[Node](), frozenset[Node]()
-    for roots, tensors, own, known in parts:
-        wrap |= wrapping(roots, own, dict(known))
-        clamp |= data_bound(roots, own, [t.shape for t in tensors], dict(known))
-    return LoadIndices(wrap, clamp)
-
-
-def _mask_argument(t: Tensor, captured: Captured, device: torch.device) -> CapturedArgument:
-    """Return the kernel argument for a mask tensor: a slot if captured, else `t` itself."""
-    slot = next((i for i, own in enumerate(captured.masks) if own is t), None)
-    return readable(t, device) if slot is None else captured_slot(MASK, slot, captured, device)
-
-
-def _postprocess(
-    settings: BackwardSettings, work: BackwardWork, rows: RowWork | None
-) -> tuple[Postprocess, ...]:
-    """Return the postprocess launches: one for each of dQ, dK, dV that has float32 sums.
-
-    Args:
-        settings: compile-time settings of the kernels.
-        work: tables that the kernels read.
-        rows: the score_mod, if dQ is to be multiplied by its factors of rows.
-    """
-    (wide, deep), (block_q, columns) = settings.widths, settings.block
-    kernels, first = [], 0
-    for which, (count, width, block) in enumerate(
-        zip(work.units, (wide, wide, deep), (block_q, columns, columns), strict=False)
-    ):
-        if count and not (which == 0 and work.starts is not None):  # else the main kernel writes dQ
-            own = rows if which == 0 else None
-            head_dim = settings.head_dims[which == 2]
-            source = postprocess_source(settings, head_dim, width, block, own)
-            kernels.append(Postprocess(source, which, first, which < 2, own is not None))
-        first += count
-    return tuple(kernels)
 
 
 def _contiguous(t: Tensor) -> Tensor:

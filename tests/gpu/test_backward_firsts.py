@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnkit import flex_attention, masks, mods
 from attnkit.schedule import first_writer, whole_heads
-from attnkit.splice import backward_call, backward_work
+from attnkit.splice import backward_prepare, backward_work
 from attnkit.splice.backward_work import BackwardWork
 from tests.gpu import cute_kit as kit
 from tests.gpu.test_repeated_backwards import close, forget, poison, replayed  # noqa: F401
@@ -120,8 +120,8 @@ def test_more_ctas_than_run_at_once(deterministic: bool, monkeypatch: pytest.Mon
     made, mask = drawn(4096, 128, 8), bands(4096)["window"]
     with storing(False):
         expected = gradients(made, mask)
-    plain = backward_call.worker_count
-    monkeypatch.setattr(backward_call, "worker_count", lambda *args: 3 * plain(*args))
+    plain = backward_prepare.worker_count
+    monkeypatch.setattr(backward_prepare, "worker_count", lambda *args: 3 * plain(*args))
     with storing(True) as works:
         for _ in range(5):
             close(gradients(made, mask, deterministic=deterministic), expected)

@@ -23,7 +23,7 @@ from attnkit.splice import (
     BackwardInputs,
     ForwardInputs,
     KernelCall,
-    backward_call,
+    backward_prepare,
     backward_work,
     dispatch,
     forward,
@@ -66,8 +66,8 @@ def observed(monkeypatch: pytest.MonkeyPatch, ctas: int) -> list[BackwardWork]:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clear the caches of tables and calls, so that the next backward rebuilds its tables."""
     monkeypatch.setattr(runs_cache, "_derived", type(runs_cache._derived)())
-    entries = type(backward_call._calls._entries)()
-    monkeypatch.setattr(backward_call._calls, "_entries", entries)
+    entries = type(backward_prepare._calls._entries)()
+    monkeypatch.setattr(backward_prepare._calls, "_entries", entries)
 
 
 @contextmanager
