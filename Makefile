@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 export HYPOTHESIS_PROFILE ?= ci
+# Every worker of pytest and each process that a test starts would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
