@@ -6,6 +6,7 @@ that need a GPU or the libraries of the CuTe DSL.
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import signal
@@ -18,6 +19,10 @@ import torch
 from attnkit.jit import dsl_runtime
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+# With --dsl-libraries, each test of machine code runs its first case and every fifth one after it. The
+# products of lists there are of 2, 3, 4 and 8 entries: a distance prime to them meets entries of all.
+EVERY = 5
 
 # dev: new random examples at each run, failures kept in .hypothesis (plain `pytest`).
 # ci: the same examples at every run (`make test`).
@@ -49,7 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--dsl-libraries",
         metavar="BUILD",
-        help="the build of the DSL's libraries that must be in use, as cu13 (make test-assemblers)",
+        help="the build of the DSL's libraries that must be in use, as cu13; takes a sample of the "
+        "tests of machine code (make test-assemblers)",
     )
 
 
@@ -75,8 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all tests under tests/gpu with the marker `gpu`.
 
-    Without a CUDA device they are skipped, or the run fails if `-m gpu` requests them.
+    Without a CUDA device they are skipped, or the run fails if `-m gpu` requests them. With
+    --dsl-libraries, a sample of the tests of machine code stays: those that differ in their
+    parameters alone ask another assembler the same question, and the default one assembles all.
     """
+    if config.getoption("--dsl-libraries"):
+        _keep_sample(config, items)
     gpu_items = [item for item in items if GPU_TESTS in item.path.parents]
     for item in gpu_items:
         item.add_marker("gpu")
@@ -86,6 +96,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch.cuda sees none")
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _keep_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all tests marked `assembled` but each `EVERY`-th case of a test function."""
+    seen: collections.Counter[str] = collections.Counter()
+    kept, others = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        assembled = item.get_closest_marker("assembled") is not None
+        (others if assembled and seen[function] % EVERY else kept).append(item)
+        seen[function] += assembled
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
