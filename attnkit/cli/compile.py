@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sources(request: Request) -> Sequence[Source]:
-    """Compile the kernels that a call needs, without running them, and return their sources.
+    """Return the sources of the kernels that a call needs, without compiling or running them.
 
     Raises:
         UnsupportedError: no GPU kernel serves the call.

@@ -18,7 +18,7 @@ from attnkit.jit import emulation
 from attnkit.jit.abi import misplaced
 from attnkit.jit.artifact import Source
 from attnkit.jit.emulator_runs import Pointers, Undefined, run_emulated
-from attnkit.jit.kernel import kernel
+from attnkit.jit.kernel import kernel, request
 from attnkit.jit.relaunch import Relaunch
 
 
@@ -47,6 +47,8 @@ class EmulatedKernel:
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel in the emulator, in the mode of the current emulation session.
 
+        If the session executes no kernels, this one is requested, and not compiled.
+
         Args:
             arguments: CPU tensors and Python numbers, as for a call of the compiled kernel.
 
@@ -62,6 +64,10 @@ class EmulatedKernel:
                 raise misplaced(f"argument {i}", 0, 1)
         counters = None if self.counters is None else values[self.counters]
         self._check(counters, "finds")
+        current = emulation.current_session()
+        if current is not None and not current.execute:
+            request(self.source)
+            return
         for i in self.outputs:
             values[i] = Undefined(values[i])
         for i, targets in self.pointers.items():

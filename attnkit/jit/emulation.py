@@ -48,7 +48,8 @@ class Session:
         minutes: limit on the estimated time of one kernel; None means `limit()`.
         timeline: whether to predict the cycles of each kernel.
         deterministic: whether mode "check" requires bitwise equal results in every order.
-        execute: whether to execute kernels; if False, outputs stay undefined.
+        execute: whether to compile and execute kernels; if False, outputs stay undefined, and
+            `kernel.requested_sources` collects what a caller may compile.
         ctas: number of persistent CTAs per kernel; None means the kernel's own small default.
         reports: (name of the kernel, report) of each run, in order.
         timelines: (name of the kernel, timeline) of each run; empty if `timeline` is False.

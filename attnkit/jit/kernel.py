@@ -50,6 +50,7 @@ __all__ = [
     "full_key",
     "is_compiled",
     "kernel",
+    "request",
     "requested_sources",
     "runs_on",
 ]
@@ -267,8 +268,7 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
         UnsupportedError: the CuTe DSL is not installed, and the kernel is not on disk.
         OptionError, ArgumentError, LaunchError: see `compile_source`.
     """
-    requested = _requested.get()
-    if lines and requested is None:
+    if lines and _requested.get() is None:
         source = replace(source, lines=True)
     compiled = _known_kernel(source)
     if compiled is None:
@@ -279,9 +279,15 @@ def kernel(source: Source, *, lines: bool = False) -> CompiledKernel:
                 _store_kernel(source, compiled)
     elif _log.isEnabledFor(logging.DEBUG):
         _log.debug("kernel %s for %s is in memory", source.name, source.arch)
+    request(source)
+    return compiled
+
+
+def request(source: Source) -> None:
+    """Add `source` to the list of `requested_sources`, if one collects, without compiling it."""
+    requested = _requested.get()
     if requested is not None and source not in requested:
         requested.append(source)
-    return compiled
 
 
 def is_compiled(source: Source) -> bool:

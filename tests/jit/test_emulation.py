@@ -11,6 +11,8 @@ import pytest
 from attnkit import emulator
 from attnkit.errors import OptionError, UnsupportedError
 from attnkit.jit import emulation, emulator_runs
+from attnkit.jit import kernel as jit_kernel
+from attnkit.jit.emulated_kernel import EmulatedKernel
 from attnkit.jit.emulator_runs import run_emulated
 from tests.emulator.ptx_kit import kernel, per_thread, pointers
 
@@ -103,6 +105,17 @@ def test_a_timeline_leaves_the_arguments_for_the_run() -> None:
     ((name, timeline),) = session.timelines
     assert name == "adding"
     assert timeline.clocks > 0
+
+
+def test_a_session_that_executes_nothing_compiles_nothing() -> None:
+    """Kernels are requested, and a caller compiles those that it wants."""
+    unbuilt = jit_kernel.Source("no such kernel", "sm_90a", lambda: pytest.fail("is compiled"))
+    with emulation.session(execute=False) as session, jit_kernel.requested_sources() as sources:
+        for _ in range(2):
+            EmulatedKernel(unbuilt)(1, 2.0)
+    assert sources == [unbuilt]
+    assert not session.reports
+    assert not jit_kernel.is_compiled(unbuilt)
 
 
 def test_work_beyond_the_limit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
