@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cutlass import cute
 from torch import Tensor
 
 from attnkit import emulator
 from attnkit.codegen.forward_hooks import GraphForward
-from attnkit.jit.cubin import kernel_stats
+from attnkit.jit.build import compile_source
+from attnkit.jit.kernel import Build, CompiledKernel, Source
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.scheduler import Shape, schedule_forward
 from attnkit.schedule.work_list import WorkList, full_runs, refine, work_list
@@ -88,11 +87,10 @@ def _compiled(key: Any, build: Any) -> tuple[emulator.Executable, int]:
 
 def compiled(kernel: Any, fakes: tuple[Any, ...], options: str) -> tuple[emulator.Executable, int]:
     """Compile a kernel for the emulator; return it and its spilled bytes per thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        keep = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
-        result = cute.compile(kernel, *fakes, options=f"{keep} --gpu-arch sm_100a {options}")
-    (stats,) = kernel_stats(result.artifacts.CUBIN)
-    return emulator.Executable(result, fakes), stats.stack
+    source = Source("kernel of a test", "sm_100a", lambda: Build(kernel, fakes, options))
+    result = CompiledKernel(compile_source(source), "forward")
+    (stats,) = result.stats
+    return result.executable(), stats.stack
 
 
 def scheduled(
@@ -166,7 +164,7 @@ def case(
     group, ctas = heads // key.shape[1], min(workers, work.work_tiles.shape[0])
     arguments = (
         query, key, value, out, lse, top, work.work_tiles, work.partial, work.full,
-        counter, split_out, split_lse, tensors, scale, group, ctas,
+        counter, split_out, split_lse, *tensors, scale, group, ctas,
     )  # fmt: skip
     return Case(exe, arguments, work, stack)
 
