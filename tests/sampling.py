@@ -42,6 +42,16 @@ def crossed(*lists: Sequence[Any]) -> list[Any]:
     ]
 
 
+def diagonal(*lists: Sequence[Any]) -> list[Any]:
+    """Return a diagonal of the product of `lists` as parameters of a test, as `first_of` does.
+
+    It has every entry of every list, as few times as possible. This is for lists that meet in no
+    code, such as masks and head dims.
+    """
+    longest = max(len(entries) for entries in lists)
+    return first_of(tuple(entries[i % len(entries)] for entries in lists) for i in range(longest))
+
+
 def first_of(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Return `cases` as parameters of a test, all but the first marked `exhaustive`."""
     everything = list(cases)

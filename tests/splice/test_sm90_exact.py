@@ -6,7 +6,6 @@ a GPU.
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from attnkit import flex_attention, masks
 from attnkit.runtime.variant import Variant
 from attnkit.testing import Case, Limits
 from tests.gpu import backward_kit, cute_kit, test_compositions
-from tests.sampling import first_of, sampled
+from tests.sampling import diagonal, sampled
 
 pytest.importorskip("cutlass")
 FP16 = torch.float16
@@ -43,9 +42,7 @@ def test_shared_heads_in_a_fixed_order(dims: tuple[int, int]) -> None:
     backward_kit.check(Variant(None, masks.causal()), case, deterministic=True)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ordered"), first_of(product([(13, 49), (70, 145)], [False, True]))
-)
+@pytest.mark.parametrize(("lengths", "ordered"), diagonal([(13, 49), (70, 145)], [False, True]))
 def test_learned_tables_at_ragged_ends(lengths: tuple[int, int], ordered: bool) -> None:
     """Gradients of learned tables are exact where tiles reach beyond the lengths."""
     random = torch.Generator().manual_seed(1)

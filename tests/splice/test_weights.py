@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from attnkit.jit import emulation
 from attnkit.masks import causal
 from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.splice import dispatch, forward
-from tests.sampling import crossed, first_of, sampled
+from tests.sampling import diagonal, sampled
 
 NAMES = ("sigmoid", "none")
 LENGTH = 260
@@ -80,7 +79,7 @@ def check_call(
     return results[0]
 
 
-@pytest.mark.parametrize(("mask", "name"), first_of(product([late, scattered], NAMES)))
+@pytest.mark.parametrize(("mask", "name"), diagonal([late, scattered], NAMES))
 def test_hopper(mask: Any, name: str) -> None:
     """Rows without keys give 0, and a term of the row counts."""
     mod = lambda s, b, h, q, kv: s - 0.01 * q
@@ -167,7 +166,7 @@ def test_learned_tensors_of_wide_heads_use_torch_operators(
     assert seen == ["False"]
 
 
-@pytest.mark.parametrize(("backend", "name"), crossed(["emulate", "emulate:sm_100a"], NAMES))
+@pytest.mark.parametrize(("backend", "name"), diagonal(["emulate", "emulate:sm_100a"], NAMES))
 def test_split_rows_are_summed(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows with many keys are split along kv; the parts add up."""
     merged: list[bool] = []

@@ -20,7 +20,7 @@ from attnkit import emulator, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.templates.sm100.config import ForwardConfig
-from tests.sampling import crossed, first_of, sampled
+from tests.sampling import diagonal, first_of, sampled
 from tests.templates import sm100_kit as kit
 from tests.templates.test_sm90_forward import (
     MASKS,
@@ -152,7 +152,7 @@ def test_row_terms_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stair", "score"), crossed([(2.0, True), (16.0, True), (16.0, False)], ["plain", "alibi"])
+    ("stair", "score"), diagonal([(16.0, True), (2.0, True), (16.0, False)], ["plain", "alibi"])
 )
 def test_maxima_that_move_from_block_to_block(stair: tuple[float, bool], score: str) -> None:
     """Results are exact for row maxima that move from block to block.

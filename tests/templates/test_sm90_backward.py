@@ -20,7 +20,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
-from tests.sampling import crossed, first_of, sampled
+from tests.sampling import diagonal, first_of, sampled
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 MASKS = [None, CAUSAL, CAUSAL & masks.sliding_window(90)]
 
 
-@pytest.mark.parametrize(("mask", "dims"), crossed(MASKS, [(64, 64), (128, 128)]), ids=str)
+@pytest.mark.parametrize(("mask", "dims"), diagonal(MASKS, [(64, 64), (128, 128)]), ids=str)
 def test_masks_in_all_orders(mask: Any, dims: tuple[int, int]) -> None:
     check(draw(330, dims=dims, heads=(1, 1)), mask=mask, mode="check")
 
@@ -74,7 +74,7 @@ LONG_MOD_MASKS = [None, FORMS["documents"](), FORMS["no intervals"]()]
 
 
 @pytest.mark.parametrize(
-    ("mask", "dims"), crossed(LONG_MOD_MASKS, [(64, 64), (128, 128), (192, 192), (256, 256)])
+    ("mask", "dims"), diagonal(LONG_MOD_MASKS, [(64, 64), (128, 128), (192, 192), (256, 256)])
 )
 def test_a_mod_of_many_instructions(mask: Any, dims: tuple[int, int]) -> None:
     """Blocks with and without a mask share the code of the mod, and P is masked afterwards."""

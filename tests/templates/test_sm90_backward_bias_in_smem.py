@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
 from attnkit.splice import copied_bias
-from tests.sampling import crossed, first_of
+from tests.sampling import diagonal, first_of
 from tests.templates.backward_kit import BF16, CAUSAL, FP16, check, draw, observed
 
 Q_LEN, KV_LEN = 136, 264
@@ -64,7 +64,7 @@ def is_copied(mod: Mod, **options: Any) -> bool:
     return "'bias_bytes'" in main_source(mod, **options).key
 
 
-@pytest.mark.parametrize(("dim", "dtype"), crossed([128, 64], DTYPES))
+@pytest.mark.parametrize(("dim", "dtype"), diagonal([128, 64], DTYPES))
 def test_frozen_bias(dim: int, dtype: torch.dtype) -> None:
     mod = by_head(table(dtype=dtype))
     assert is_copied(mod, head_dim=dim)

@@ -7,7 +7,6 @@ that is stored late lacks the earlier additions.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from attnkit.schedule.targets import ORDERED
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
 from attnkit.splice.backward_work import BackwardWork
-from tests.sampling import first_of, sampled
+from tests.sampling import diagonal, sampled
 from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
@@ -50,7 +49,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
 
 @pytest.mark.parametrize(
     ("mask", "dims"),
-    first_of(product([WINDOW, BOTH_SIDES, DOCUMENTS], [(128, 128), (64, 64)])),
+    diagonal([WINDOW, BOTH_SIDES, DOCUMENTS], [(128, 128), (64, 64)]),
     ids=str,
 )
 def test_bands(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
@@ -91,7 +90,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_turn")
 @pytest.mark.parametrize(
-    ("mask", "dims"), first_of(product([WINDOW, None], [(128, 128), (64, 64)])), ids=str
+    ("mask", "dims"), diagonal([WINDOW, None], [(128, 128), (64, 64)]), ids=str
 )
 def test_in_a_fixed_order(works: list[BackwardWork], mask: Any, dims: tuple[int, int]) -> None:
     """In a fixed order the kv block with the first turn stores, and no chunk needs a flag."""

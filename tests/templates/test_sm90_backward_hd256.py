@@ -7,7 +7,6 @@ serialise no products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.jit import dsl_runtime, emulation, kernel
 from attnkit.splice.sm90_backward import block_kv, widths
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
-from tests.sampling import first_of, sampled
+from tests.sampling import diagonal, first_of, sampled
 from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
@@ -42,9 +41,7 @@ PLAIN = Hd256Config()
 MASKS = [None, CAUSAL, CAUSAL & masks.sliding_window(90)]
 
 
-@pytest.mark.parametrize(
-    ("mask", "dims"), first_of(product(MASKS, [(192, 192), (256, 256)])), ids=str
-)
+@pytest.mark.parametrize(("mask", "dims"), diagonal(MASKS, [(192, 192), (256, 256)]), ids=str)
 def test_masks_in_all_orders(mask: Any, dims: tuple[int, int]) -> None:
     check(draw(330, dims=dims, heads=(1, 1)), mask=mask, mode="check")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.splice import backward_call, sm90_backward
 from attnkit.splice.backward_work import BackwardWork
 from attnkit.templates.common.work_tile import WorkItem
-from tests.sampling import first_of
+from tests.sampling import diagonal, first_of
 from tests.templates.backward_kit import (
     BF16,
     CAUSAL,
@@ -48,7 +47,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
 
 @pytest.mark.parametrize(
     ("mask", "kind"),
-    first_of(product([None, CAUSAL], [((64, 64), BF16), ((128, 128), FP16)])),
+    diagonal([None, CAUSAL], [((64, 64), BF16), ((128, 128), FP16)]),
     ids=str,
 )
 def test_parts_are_joined_in_any_order(
