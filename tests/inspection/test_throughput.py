@@ -103,7 +103,7 @@ def test_pairs_of_ctas_reach_the_limit_of_the_tensor_cores() -> None:
     assert found.full <= 1.1 * found.roofline
 
 
-SCORES = {"none": None, "alibi": mods.alibi(1), "softcap": mods.softcap(20.0)}
+SCORES = {"none": None, "softcap": mods.softcap(20.0)}
 
 
 @pytest.mark.exhaustive

@@ -71,8 +71,7 @@ def test_frozen_bias(dim: int, dtype: torch.dtype) -> None:
     check(draw(Q_LEN, KV_LEN, dims=(dim, dim)), lambda: mod, CAUSAL, mode="check")
 
 
-@pytest.mark.parametrize("ctas", first_of([(1,), (3,)]))
-@pytest.mark.parametrize("dim", [128, 64])
+@pytest.mark.parametrize(("dim", "ctas"), diagonal([128, 64], [1, 3]))
 def test_work_tiles_that_follow_each_other(
     dim: int, ctas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

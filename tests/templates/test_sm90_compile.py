@@ -61,6 +61,12 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 PLAIN, SIDES = ("plain", "alibi", "documents", "blocks"), (64, 128, 256)
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (512, 512), (576, 512)]
+# other variants are compiled at every other of the head dims, in turns
+CASES = [
+    (name, *dims)
+    for i, name in enumerate(VARIANTS)
+    for dims in (DIMS if name in PLAIN else DIMS[i % 2 :: 2])
+]
 
 
 def source(
@@ -94,9 +100,7 @@ def kernel(name: str, head_dim: int, value_dim: int) -> compiled.Kernel:
 
 
 @pytest.mark.assembled
-@pytest.mark.parametrize(
-    ("name", "head_dim", "value_dim"), sampled([(n, *d) for n in VARIANTS for d in DIMS], 15)
-)
+@pytest.mark.parametrize(("name", "head_dim", "value_dim"), sampled(CASES, 11))
 def test_no_spills_and_no_serialised_products(name: str, head_dim: int, value_dim: int) -> None:
     compiled_kernel = kernel(name, head_dim, value_dim)
     assert compiled_kernel.artifact.arch == "sm_90a"
