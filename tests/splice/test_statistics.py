@@ -85,7 +85,7 @@ def test_statistics_on_hopper(kind: str, with_sink: bool) -> None:
         for backend, given in (
             ("emulate", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
         ):  # fmt: skip
-            with emulation.session(mode="eager" if step else "check") as session:
+            with emulation.session(mode="eager" if step else "check", seeds=1) as session:
                 out, aux = attend(given, MODS[kind], late, sink=sink, backend=backend)
             assert session.ok, [str(report) for _, report in session.reports]
             results.append((aux.entropy, aux.lse, aux.max_scores, out))
@@ -108,7 +108,7 @@ def test_statistics_on_blackwell(kind: str, with_sink: bool) -> None:
         ("emulate:sm_100a", tensors), ("eager", [t.double() for t in tensors]), ("eager", tensors),
     ):  # fmt: skip
         checked = kind == "none" or with_sink
-        with emulation.session(mode="check" if checked else "eager") as session:
+        with emulation.session(mode="check" if checked else "eager", seeds=1) as session:
             out, aux = attend(given, MODS[kind], late, sink=sink, backend=backend)
         assert session.ok, [str(report) for _, report in session.reports]
         results.append((aux.entropy, aux.lse, aux.max_scores, out))
@@ -191,7 +191,7 @@ def test_gradients_on_hopper(kind: str, width: int, dtype: torch.dtype, with_sin
             sink = torch.tensor([0.5, 2.0]).requires_grad_() if with_sink else None
             learned = [*(t.requires_grad_() for t in tensors), *([] if sink is None else [sink])]
             checked = step == 0 and kind in ("none", "no maximum")
-            with emulation.session(mode="check" if checked else "eager") as session:
+            with emulation.session(mode="check" if checked else "eager", seeds=1) as session:
                 out, aux = attend(tensors, MODS[kind], late, sink=sink, backend=backend)
                 loss = sum(
                     (t.double() * weight(t, step)).masked_fill(t == -INF, 0).sum()
@@ -250,7 +250,7 @@ def test_gradients_on_blackwell(kind: str, width: int, with_sink: bool, dropout_
         sink = torch.tensor([0.5, 2.0]).requires_grad_() if with_sink else None
         inputs = [*(t.requires_grad_() for t in tensors), *([sink] if with_sink else []), *learned]
         torch.manual_seed(3)
-        with emulation.session(mode="check" if with_sink else "eager") as session:
+        with emulation.session(mode="check" if with_sink else "eager", seeds=1) as session:
             out, aux = attend(tensors, mod, mask, sink=sink, backend=backend, dropout_p=dropout_p)
             loss = sum(
                 (t.double() * weight(t, 0)).masked_fill(t == -INF, 0).sum()

@@ -65,7 +65,7 @@ def check_call(
         (backend, tensors[0].dtype), ("eager", torch.float64), ("eager", tensors[0].dtype),
     ):  # fmt: skip
         inputs = [t.to(dtype).requires_grad_(backward) for t in tensors]
-        with emulation.session(mode=mode) as session:
+        with emulation.session(mode=mode, seeds=1) as session:
             out = flex_attention(
                 *inputs, mod, mask, enable_gqa=True, backend=where, normalization=name, **options
             )

@@ -37,7 +37,7 @@ def forward(
     for backend, dtype in ((BACKEND, torch.bfloat16), ("eager", torch.float64),
                            ("eager", torch.bfloat16)):  # fmt: skip
         qkv = [t.to(torch.bfloat16).to(dtype) for t in inputs]
-        with emulation.session(mode=mode) as session:
+        with emulation.session(mode=mode, seeds=1) as session:
             found = flex_attention(
                 *qkv, mod, mask, enable_gqa=True, return_lse=True, backend=backend
             )

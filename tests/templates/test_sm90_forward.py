@@ -1,7 +1,8 @@
 """Compare the Hopper forward kernel, executed on the CPU, with the dense float64 oracle.
 
 Each kernel runs in program order, in adversarial orders and under the race detector, all from the
-same inputs. Outputs hold NaN before it runs, and reading them is a fault.
+same inputs; in tests of what numbers do in a kernel, it runs in program order alone. Outputs hold
+NaN before it runs, and reading them is a fault.
 """
 
 from __future__ import annotations
@@ -108,9 +109,10 @@ def check(
     scale: float | None = None,
     top: bool = False,
     ctas: int | None = None,
+    mode: str = "check",
 ) -> Result:
-    """Run the kernel in all orders and compare it with the oracle; return its results."""
-    with emulation.session(mode="check", seeds=1, ctas=ctas) as ran:
+    """Run the kernel, by default in all orders, and compare it with the oracle; return results."""
+    with emulation.session(mode=mode, seeds=1, ctas=ctas) as ran:
         result = attend(qkv, score, mask, backend="emulate", top=top, scale=scale)
     assert ran.reports
     assert ran.ok, "\n".join(str(report) for _, report in ran.reports)
@@ -169,7 +171,7 @@ def test_grouped_heads_and_a_shared_batch() -> None:
 
 @pytest.mark.parametrize("scale", sampled([(-0.3,), (1.0,), (0.0,)], 2))
 def test_scale(scale: float) -> None:
-    check(draw(150), None, masks.causal(), scale=scale)
+    check(draw(150), None, masks.causal(), scale=scale, mode="eager")
 
 
 # ------------------------------------------------------------------------------------------- masks
@@ -247,7 +249,7 @@ def test_mods(name: str, dtype: torch.dtype, dim: int) -> None:
 def test_equal_scores_have_an_exact_lse(score: Any) -> None:
     """Powers that the FMA units compute are exact where all scores of a row are equal."""
     query, key, value = draw(280)
-    result = check((torch.zeros_like(query), key, value), score)
+    result = check((torch.zeros_like(query), key, value), score, mode="eager")
     rows = torch.zeros(280) if score.__class__ is mods.ScoreMod else torch.arange(280) % 7 / 3.0
     assert (result.lse - rows - math.log(280)).abs().max() < 4e-7 * math.log(280)
 
@@ -308,6 +310,7 @@ def test_captured_tensors_of_any_dtype_and_layout() -> None:
         draw(150, 300),
         lambda s, b, h, q, kv: s * factor + wide[h, order[kv]] + narrow[q] * narrow[kv // 2],
         lambda b, h, q, kv: keep[h, kv] & (order[kv] > 10),
+        mode="eager",
     )
 
 
@@ -324,7 +327,7 @@ ROWS[3], ROWS[70], ROWS[71], ROWS[150] = -math.inf, math.inf, math.nan, 3e4
 
 
 def test_row_terms_that_are_not_finite() -> None:
-    result = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True)
+    result = check(draw(200), row_term, lambda b, h, q, kv: q >= kv, top=True, mode="eager")
     assert bool((result.out[:, :, 3] == 0).all())
     assert bool((result.lse[:, :, 3] == -math.inf).all())
     assert bool(result.out[:, :, 70:72].isnan().all())
@@ -333,7 +336,11 @@ def test_row_terms_that_are_not_finite() -> None:
 
 def test_a_term_that_is_not_finite_in_a_fully_masked_row() -> None:
     result = check(
-        draw(200), row_term, lambda b, h, q, kv: (q >= kv) & (q != 70) & (q != 71), top=True
+        draw(200),
+        row_term,
+        lambda b, h, q, kv: (q >= kv) & (q != 70) & (q != 71),
+        top=True,
+        mode="eager",
     )
     assert bool((result.out[:, :, 70:72] == 0).all())
 
@@ -348,7 +355,9 @@ def test_inputs_that_are_not_finite(dim: int, score: str) -> None:
     query[:, :, 6, 0] = math.inf
     key[:, :, 250:254, 1] = math.nan  # reaches the rows that keep it, and no other
     mod = None if score == "plain" else MODS[score]()
-    result = check((query, key, value), mod, lambda b, h, q, kv: q >= kv, top=score == "plain")
+    result = check(
+        (query, key, value), mod, lambda b, h, q, kv: q >= kv, top=score == "plain", mode="eager"
+    )
     assert bool(result.out[:, :, 5].isnan().all())
     assert bool(result.out[:, :, 250:].isnan().all())
     assert bool(result.out[:, :, 7:250].isfinite().all())
@@ -411,13 +420,15 @@ def test_maxima_that_move_below_zero(dim: int, score: str) -> None:
     The bits of negative floats, read as integers, are in reverse order.
     """
     query, key, value = stairs(8.0, (dim, dim), 3, True, below=200.0)
-    check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0)
+    check((query, key, value), mods.alibi(2) if score == "alibi" else None, scale=1.0, mode="eager")
 
 
 @pytest.mark.parametrize(("dim", "slope"), diagonal([64, 128], [2.0, -2.0]))
 def test_a_slope_whose_terms_exceed_the_range_of_exponentials(slope: float, dim: int) -> None:
     """Results are right where a block's term, which a maximum includes, is beyond 2**128."""
-    check(draw(200, 300, dims=(dim, dim)), lambda s, b, h, q, kv: s + slope * (kv - q))
+    check(
+        draw(200, 300, dims=(dim, dim)), lambda s, b, h, q, kv: s + slope * (kv - q), mode="eager"
+    )
 
 
 def test_fully_masked_tiles() -> None:
