@@ -205,7 +205,8 @@ def test_gradients_of_captured_tensors_on_blackwell(head_dims: tuple[int, int]) 
     tensors = draw(0, 100, head_dims)
     names = check(tensors, mod, causal(), learned, sink=sink, kernel=kernel)
     assert "backward" in names
-    check(tensors, None, causal(), deterministic=True, kernel=kernel)
+    if head_dims in ((64, 64), (256, 256)):
+        check(tensors, None, causal(), deterministic=True, kernel=kernel)
 
 
 @pytest.mark.exhaustive

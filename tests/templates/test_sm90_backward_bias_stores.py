@@ -286,13 +286,23 @@ def test_the_gradient_is_added_if_a_leader_comes_late(monkeypatch: pytest.Monkey
 
 @pytest.mark.exhaustive
 @pytest.mark.assembled
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128)])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "dims"),
+    [
+        (1, (64, 64)),
+        (2, (128, 128)),
+        (1, (128, 64)),
+        (2, (64, 128)),
+        (1, (128, 128)),
+        (2, (64, 64)),
+    ],
+)
 def test_without_spills(batch: int, dims: tuple[int, int]) -> None:
     bias = torch.zeros(2, LENGTH, LENGTH, requires_grad=True)
     found = sources(BY_HEAD(bias), {"batch": (batch, batch)}, CAUSAL, dims=dims)
     assert stores(found)
     for source in found:
-        code = kernel.kernel(source)
-        assert code.artifact.problems == ()
-        assert [s.stack for s in code.stats] == [0]
+        if not source.name.startswith("forward"):  # those of a frozen bias
+            code = kernel.kernel(source)
+            assert code.artifact.problems == ()
+            assert [s.stack for s in code.stats] == [0]

@@ -64,7 +64,8 @@ VARIANTS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "learned row scale": _row_scaled,
     "forgetting gate": _gated,
 }
-ONE_WIDTH = ("learned row scale", "forgetting gate")  # the widest alone, to save time
+# the widest alone, to save time
+ONE_WIDTH = ("window", "alibi", "pattern", "learned row scale", "forgetting gate")
 
 
 # a table of pairs spills 184 bytes at 64, in tiles of 128 rows
