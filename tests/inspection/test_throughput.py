@@ -177,6 +177,7 @@ def test_blocks_of_128_have_backwards_of_one_cta() -> None:
     assert found.backward_block_clocks.block == (128, 256)
 
 
+@pytest.mark.exhaustive
 def test_explain_says_where_a_pair_takes_a_mask() -> None:
     found = explain(None, masks.causal(), q_len=8192, head_dim=128, arch="sm_100a")
     assert found.block_clocks.sms == 2

@@ -137,7 +137,7 @@ def test_gradients_of_captured_tensors(name: str) -> None:
     check(draw(200), mod, CAUSAL, captured(), backend=BACKEND)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256)])
+@pytest.mark.parametrize("dims", first_of([((64, 64),), ((256, 256),)]))
 def test_deterministic_bits_do_not_depend_on_workers_or_order(dims: tuple[int, int]) -> None:
     first = ordered(BACKEND, "eager", 2, dims)
     second = ordered(BACKEND, "adversarial", 3, dims)

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit import flex_attention, masks
 from attnkit.jit import emulation
 from attnkit.splice import workers
-from tests.sampling import first_of, sampled
+from tests.sampling import sampled
 from tests.templates.backward_kit import (
     CAUSAL,
     MODS,
@@ -96,7 +96,8 @@ def test_gradients_of_captured_tensors_count_once(name: str) -> None:
     check(draw(200, dims=(264, 320)), mod, CAUSAL, captured(), backend=BACKEND)
 
 
-@pytest.mark.parametrize("name", first_of([("row",), (None,)]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["row", None])
 def test_deterministic_bits_do_not_depend_on_workers_or_order(name: str | None) -> None:
     first = ordered(BACKEND, "eager", 2, (384, 384), name=name)
     second = ordered(BACKEND, "adversarial", 3, (384, 384), name=name)
