@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -115,16 +115,9 @@ def describe_kernels(
     settings = settings_of(program, needs_grad)
     check = None if kernel_call.check is None else kernel_call.check.backward
     checks = () if check is None else tensor_kinds([check.rows])
-    arguments = (
-        *(captured_slot(SCORE, i, captured, device) for i in range(own)),
-        *(readable(t, device) for t in graphs.scores[own:]),
-        *(_mask_argument(t, captured, device) for t in graphs.masks),
-    )
+    arguments = _arguments(graphs, captured, device)
     kinds = tensor_kinds(read_captured(arguments, captured, device))
     indices = _load_indices(graphs, query, key)
-    numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
-    sizes = enumerate(t.numel() * numbers for t in captured.scores)
-    large = tuple([i for i, size in sizes if size >= 2**31])
     before, after = row_work(program.score, settings, kinds, needs_grad, indices.clamp)
     runs, learned = kernel_call.runs, any(needs_grad)
     call = CallSizes.of(query, key)
@@ -132,23 +125,13 @@ def describe_kernels(
     leads = bool(shared) and (runs is None or runs.batch == 1)
     work = backward_work(runs, settings, query, key, value, workers, emulated, learned, leads)
     rounding = settings  # of the postprocess, which does not depend on who writes dQ first
-    tensors = (*captured.scores, *graphs.scores[own:])
+    bias = None
     if settings.bias_first and not settings.deterministic:
+        tensors = (*captured.scores, *graphs.scores[own:])
         bias = backward_bias(program.score, graphs.facts, tensors, indices)
-        if bias is not None:
-            settings = settings.with_copied_bias(bias.element_size())
-    if work.leaders:
-        settings = settings.with_leaders()
-    else:
+    settings = _with_switches(settings, work, bias)
+    if not work.leaders:
         shared = {}
-    if work.first_writer:
-        settings = settings.with_first_writer()
-    elif work.starts is not None:
-        settings = settings.with_whole_heads()
-    table = None
-    if settings.one_hot:
-        ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
-        table = int(str(load.attr))
     stored = []
     for i, index in (alone | shared).items():
         gap = unwritten(index, captured.scores[i].shape, runs, settings, call, device)
@@ -167,7 +150,7 @@ def describe_kernels(
             settings,
             kinds,
             needs_grad,
-            large,
+            _large(captured.scores, settings),
             indices,
             graphs.facts,
             tuple(alone),
@@ -177,10 +160,51 @@ def describe_kernels(
         shifts=before is not None,
         arguments=arguments,
         needs_grad=needs_grad,
-        table=table,
+        table=_one_hot_table(program, needs_grad, settings),
         reads_sink=reads_sink,
         stored=tuple(stored),
     )
+
+
+def _arguments(
+    graphs: KernelGraphs, captured: Captured, device: torch.device
+) -> tuple[CapturedArgument, ...]:
+    """Return the captured tensors that the main kernel reads: of the score, then of the mask."""
+    own = len(captured.scores)
+    return (
+        *(captured_slot(SCORE, i, captured, device) for i in range(own)),
+        *(readable(t, device) for t in graphs.scores[own:]),
+        *(_mask_argument(t, captured, device) for t in graphs.masks),
+    )
+
+
+def _with_switches(
+    settings: BackwardSettings, work: BackwardWork, bias: Tensor | None
+) -> BackwardSettings:
+    """Return the settings of kernels that read the tables `work` and copy `bias`, if there is one."""
+    if bias is not None:
+        settings = settings.with_copied_bias(bias.element_size())
+    if work.leaders:
+        settings = settings.with_leaders()
+    if work.first_writer:
+        return settings.with_first_writer()
+    return settings if work.starts is None else settings.with_whole_heads()
+
+
+def _large(scores: Sequence[Tensor], settings: BackwardSettings) -> tuple[int, ...]:
+    """Return the numbers of the tensors whose gradient has offsets of more than 31 bits."""
+    numbers = exact_sums.BINS if settings.deterministic else 1  # of one sum
+    return tuple([i for i, t in enumerate(scores) if t.numel() * numbers >= 2**31])
+
+
+def _one_hot_table(
+    program: Program, needs_grad: tuple[bool, ...], settings: BackwardSettings
+) -> int | None:
+    """Return the number of the tensor whose gradient the main kernel sums by class, if any."""
+    if not settings.one_hot:
+        return None
+    ((load, _),) = cached_learned_loads(program.score, needs_grad, settings.row_sums).scores
+    return int(str(load.attr))
 
 
 def _load_indices(graphs: KernelGraphs, query: Tensor, key: Tensor) -> LoadIndices:
