@@ -88,7 +88,7 @@ def as_lengths(value: Any) -> Lengths:
         return Lengths()
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise OptionError(f"lengths must be a (query, kv) pair or None, got {shown(value)}")
-    return Lengths(*(_range(entry, value) for entry in value))
+    return Lengths(*(_range(*side) for side in zip(_NAMES, value, strict=True)))
 
 
 def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
@@ -117,14 +117,15 @@ def intersect(masks: Iterable[tuple[str, Lengths]]) -> Lengths:
     return Lengths(*common)
 
 
-def _range(entry: Any, value: Any) -> Range:
+def _range(name: str, entry: Any) -> Range:
     pair = entry if isinstance(entry, tuple | list) else ANY if entry is None else (entry, entry)
     if len(pair) == 2 and _whole(pair[0]) and (pair[1] is None or _whole(pair[1])):
         least, most = pair
         if most is None or least <= most:
             return least, most
     raise OptionError(
-        f"each of lengths must be None, a positive int, or (least, most), got {shown(value)}"
+        f"the {name} in lengths must be None, a positive int, or (least, most) with "
+        f"least <= most, got {shown(entry)}"
     )
 
 

@@ -190,19 +190,18 @@ def test_lengths_as_a_value() -> None:
         create_block_mask(some, None, None, 6, 1)
 
 
+EXPECTED = " in lengths must be None, a positive int, or (least, most) with least <= most, got "
+
+
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
         (3, r"lengths must be a (query, kv) pair or None, got 3"),
         ((1, 2, 3), r"lengths must be a (query, kv) pair or None, got (1, 2, 3)"),
-        (
-            (None, 0),
-            "each of lengths must be None, a positive int, or (least, most), got (None, 0)",
-        ),
-        (
-            (2.5, None),
-            "each of lengths must be None, a positive int, or (least, most), got (2.5, None)",
-        ),
+        ((None, 0), "the kv length" + EXPECTED + "0"),
+        ((2.5, None), "the query length" + EXPECTED + "2.5"),
+        (((3, 2), None), "the query length" + EXPECTED + "(3, 2)"),
+        ((None, (1, 2, 3)), "the kv length" + EXPECTED + "(1, 2, 3)"),
     ],
 )
 def test_wrong_lengths_are_shown(lengths: Any, message: str) -> None:
