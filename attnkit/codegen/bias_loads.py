@@ -49,7 +49,7 @@ class BiasLoads:
         return tensors[int(str(load.attr))].element_type
 
     def by_batch(self) -> bool:
-        """Return whether the index of a bias contains the batch element."""
+        """Return whether batch elements read different elements of a bias."""
         return any(arg("b") in ir.topo(n) for n in self.loads)
 
     def places(self, site: Any, tensors: Sequence[Any], q: Any, kv: Any) -> list[Any]:

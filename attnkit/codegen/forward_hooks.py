@@ -257,7 +257,7 @@ class GraphForward:
         return self._bias_loads.along_rows(self._tensors(site)[0])
 
     def bias_is_by_batch(self) -> bool:
-        """Return whether the index of the bias contains the batch element."""
+        """Return whether batch elements read different elements of the bias."""
         return self._bias_loads.by_batch()
 
     def bias_place(self, site: Any, q: Any, kv: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def slots(loads: Sequence[Node], needs_grad: Sequence[bool]) -> tuple[int, ...]:
     return tuple(learned.index(int(str(n.attr))) for n in loads)
 
 
-class LearnedIndices:
+class LearnedIndices(ABC):
     """Mixin that emits the index of each learned load.
 
     Attributes:
@@ -29,9 +30,9 @@ class LearnedIndices:
     indices: LoadIndices
     _loads: tuple[Node, ...]
 
+    @abstractmethod
     def _tensors(self, site: Any) -> tuple[Any, Any]:
         """Return the captured tensors of the score, and those of the mask."""
-        raise NotImplementedError
 
     def gradient_index(
         self,

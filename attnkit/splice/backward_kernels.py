@@ -68,7 +68,7 @@ class Postprocess:
 
 
 class BackwardKernels(NamedTuple):
-    """Describes the kernels of a backward, which are not compiled yet.
+    """Holds the settings, tables and sources of a backward's kernels, which are not compiled yet.
 
     The attributes that are not described here are those of `BackwardCall`.
 
@@ -106,7 +106,15 @@ def describe_kernels(
     settings_of: SettingsOf,
     workers: int,
 ) -> BackwardKernels:
-    """Describe the kernels of a backward for `graphs`, which may read numbers from tables."""
+    """Choose the settings, tables and sources of a backward's kernels, without compiling them.
+
+    Args:
+        kernel_call: the template, graphs and tiles.
+        inputs: example tensors of the call.
+        graphs: the score_mod and mask_mod, which may read numbers from tables.
+        settings_of: see `SettingsOf`.
+        workers: number of CTAs that run at once.
+    """
     query, key, value, captured = inputs.query, inputs.key, inputs.value, inputs.captured
     program = kernel_call.program.without_sink()  # the LSE includes the sink
     program = replace(program, score=graphs.score, mask=graphs.mask)

@@ -14,9 +14,10 @@ from cutlass import Int64
 
 
 class CachePolicy(IntEnum):
-    """Encodes policies of PTX's `.L2::cache_hint`, as `createpolicy` returns them for all addresses.
+    """Names L2 cache policies; the values are the operands of PTX's `.L2::cache_hint`.
 
-    The encodings are those of CUTLASS (`cute::TMA::CacheHintSm90`).
+    They are the numbers that the instruction `createpolicy` returns for a policy of all addresses, as in
+    CUTLASS (`cute::TMA::CacheHintSm90`).
     """
 
     EVICT_NORMAL = 0x1000000000000000
@@ -24,5 +25,10 @@ class CachePolicy(IntEnum):
 
 
 def evict_first() -> Any:
-    """Return the argument `cache_policy` of a TMA copy whose lines leave L2 first."""
+    """Return the policy of an access whose lines leave L2 before those of others."""
     return Int64(CachePolicy.EVICT_FIRST)
+
+
+def evict_normal() -> Any:
+    """Return the policy of an access without a hint."""
+    return Int64(CachePolicy.EVICT_NORMAL)

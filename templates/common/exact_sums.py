@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from attnkit.templates.common.cache_policy import CachePolicy
+from attnkit.templates.common.cache_policy import evict_first
 
 STEP = 8  # number of exponents that share a bin
 BINS = 256 // STEP + 1
@@ -64,7 +64,7 @@ class ExactSums:
         """
         hint, policy = "", []
         if not again:
-            hint, policy = ".L2::cache_hint", [Int64(CachePolicy.EVICT_FIRST)]
+            hint, policy = ".L2::cache_hint", [evict_first()]
         operands = "[{$r1}], {$r2}" + ", {$r3}" * len(policy)
         cute.arch.inline_ptx(
             "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0;"

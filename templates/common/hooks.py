@@ -225,7 +225,7 @@ class ForwardHooks(Protocol):
         ...
 
     def bias_is_by_batch(self) -> bool:
-        """Return whether the index of the bias contains the batch element."""
+        """Return whether batch elements read different elements of the bias."""
         ...
 
     def bias_type(self, site: Any) -> Any:

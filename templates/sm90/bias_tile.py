@@ -20,7 +20,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute
 
-from attnkit.templates.common.cache_policy import CachePolicy
+from attnkit.templates.common.cache_policy import evict_first, evict_normal
 from attnkit.templates.common.hooks import ForwardHooks
 from attnkit.templates.common.site import Site
 from attnkit.templates.sm90.config import WARP_THREADS, WARPGROUP_ROWS
@@ -119,9 +119,9 @@ class BiasRows:
         aligned = ((start | step) & (VECTOR_BYTES - 1)) == 0
         # A bias may be larger than L2. Once the last batch element reads it, its lines should leave L2
         # before those of Q, K, V and dQ.
-        policy = Int64(CachePolicy.EVICT_FIRST)
+        policy = evict_first()
         if not hooks.bias_is_by_batch():
-            policy = cutlass.select_(site.b == batch - 1, policy, Int64(CachePolicy.EVICT_NORMAL))
+            policy = cutlass.select_(site.b == batch - 1, policy, evict_normal())
         return cls(start, step, site.q_len - row, site.kv_len, aligned, policy)
 
 

@@ -9,6 +9,7 @@ needs no mask.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,8 +59,8 @@ class Geometry:
         return replace(self, kv_len=stop - start, kv_start=self.kv_start + start)
 
 
-class Form:
-    """Is the base class of forms, and the form about which nothing is known."""
+class Form(ABC):
+    """Describes the mask of a layer; a subclass overrides what it knows beyond the mask itself."""
 
     def span(self, at: Geometry) -> tuple[int, int]:
         """Return positions [start, stop) outside of which no query keeps a key."""
@@ -73,9 +74,9 @@ class Form:
         """Return what determines `mask(at)` on a device; None if that includes data of tensors."""
         return None
 
+    @abstractmethod
     def mask(self, at: Geometry) -> Mask:
         """Return the mask for the indices of a call, which start at 0."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
