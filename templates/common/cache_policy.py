@@ -2,7 +2,8 @@
 
 Some tensors are read or written once by a kernel, others by many work tiles. If the former leave L2
 first, more of the latter stays there. In the backward K, V, dK and dV are of the former kind, Q, dO
-and the sums of dQ of the latter. In the forward Q and the output are of the former kind.
+and the sums of dQ of the latter. In the forward Q and the output are of the former kind. The sums of
+dQ leave last: each kv tile adds to them, which reads and writes their lines.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class CachePolicy(IntEnum):
 
     EVICT_NORMAL = 0x1000000000000000
     EVICT_FIRST = 0x12F0000000000000  # lines leave L2 before those of other accesses
+    EVICT_LAST = 0x14F0000000000000  # lines leave L2 after those of other accesses
 
 
 def evict_first() -> Any:
@@ -32,3 +34,8 @@ def evict_first() -> Any:
 def evict_normal() -> Any:
     """Return the policy of an access without a hint."""
     return Int64(CachePolicy.EVICT_NORMAL)
+
+
+def evict_last() -> Any:
+    """Return the policy of an access whose lines leave L2 after those of others."""
+    return Int64(CachePolicy.EVICT_LAST)

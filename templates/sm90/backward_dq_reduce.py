@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cutlass import Constexpr, Int32, Int64, cute
 
+from attnkit.templates.common.cache_policy import evict_last
 from attnkit.templates.sm90.backward_shared import (
     DQ_THREADS,
     NOTE_WORDS,
@@ -97,10 +98,14 @@ def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
 
 
 def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
-    """Issue the bulk reduction of `size` floats from shared to global memory, as one bulk group."""
+    """Issue the bulk reduction of `size` floats from shared to global memory, as one bulk group.
+
+    The lines leave L2 last, because each further kv tile adds to them.
+    """
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target.toint(), source.toint(), Int32(4 * size)],
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
+            "[{$r0}], [{$r1}], {$r2}, {$r3};",
+            read_only_args=[target.toint(), source.toint(), Int32(4 * size), evict_last()],
         )
         cute.arch.cp_async_bulk_commit_group()

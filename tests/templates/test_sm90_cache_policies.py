@@ -1,4 +1,4 @@
-"""Check which copies of the Hopper kernels ask L2 to evict their lines first.
+"""Check which copies of the Hopper kernels ask L2 to evict their lines first or last.
 
 A policy changes no result, so these tests look at the PTX. No kernel is executed.
 """
@@ -20,7 +20,7 @@ pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 from attnkit.jit import emulation, kernel
 from attnkit.templates.common.cache_policy import CachePolicy
 
-FIRST = CachePolicy.EVICT_FIRST
+FIRST, LAST = CachePolicy.EVICT_FIRST, CachePolicy.EVICT_LAST
 NO_HINT = 0
 LENGTH, HEADS = 256, 2
 BOXES = 2  # TMA copies of a tile with rows of 128 columns
@@ -29,6 +29,7 @@ WARPGROUPS = 2
 LOAD = r"cp\.async\.bulk\.tensor\.\S*shared::cta\.global\S*"
 STORE = r"cp\.async\.bulk\.tensor\.\S*global\.shared::cta\S*"
 BIAS = r"cp\.async\.cg\S*"
+ADD_CHUNK = r"cp\.reduce\.async\.bulk\S*"
 ADD = r"red\.\S*global\.add\.L2::cache_hint\.f32"
 
 
@@ -63,6 +64,11 @@ def test_what_is_read_or_written_once_leaves_first() -> None:
     assert policies(forward, STORE) == {FIRST: BOXES}  # the output
     assert policies(backward, LOAD) == {FIRST: 2 * own, NO_HINT: 2 * BOXES}  # K and V; Q and dO
     assert "st.global.cs.v4" in backward  # dK and dV
+
+
+def test_sums_that_more_work_tiles_add_to_leave_last() -> None:
+    _, backward = compiled(None)
+    assert policies(backward, ADD_CHUNK) == {LAST: WARPGROUPS}
 
 
 @pytest.mark.parametrize("batch", [1, 2])
