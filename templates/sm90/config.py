@@ -104,6 +104,15 @@ class ForwardConfig:
         return not self.store_from_registers
 
     @property
+    def left_half_softmax(self) -> bool:
+        """Whether warps that keep only the left half of a tile's first block compute only that half.
+
+        At head dims up to 64 the exponentials limit the kernel. At 128 the branch costs what it
+        saves.
+        """
+        return max(self.head_dim, self.head_dim_v) <= 64 and not self.weights
+
+    @property
     def q_stages(self) -> int:
         """Number of query tiles in shared memory."""
         return 2 if self.chained else 1

@@ -442,10 +442,20 @@ class Forward:
                 kv_block = self.first_scores(kv_pos, q_tile, consumer)
             block = self.scores.block_values(tile, kv_block, True, cute.size(mma.acc_s), shift)
             base = self.scores.apply_score_mod(tile, block, mma.acc_s)
+            left_only = Boolean(False)  # whether the warp keeps nothing in the right half
             if num_masked != 0:
-                self.scores.apply_mask(self.scores.mask_bits(tile, kv_block, True), mma.acc_s)
+                bits = self.scores.mask_bits(tile, kv_block, True)
+                self.scores.apply_mask(bits, mma.acc_s)
+                if const_expr(c.left_half_softmax):
+                    left_only = self.scores.right_half_is_empty(bits)
             base = self.softmax.bases(tile, block, base, mma.acc_s, state)
-            self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
+            if const_expr(c.left_half_softmax):
+                if left_only:
+                    self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state, True)
+                else:
+                    self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
+            else:
+                self.softmax.first_block(tile, base, mma.acc_s, mma.p_now, state)
             drop_forward(self.scores.dropout_words(tile, block.start), mma.p_now)
             kv_pos += 1
             k_ready = self.test_k(kv_pos, bars)

@@ -345,6 +345,19 @@ class Scores:
                 masks[r][word] = masks[r][word] & bits
         return masks
 
+    def right_half_is_empty(self, bits: list[list[Int32]] | None) -> Boolean:
+        """Return whether no row of the warp keeps a column in the right half of a block.
+
+        `bits` are those of `mask_bits` for a block that needs the mask.
+        """
+        assert bits is not None
+        kept, half = Int32(0), self.config.block_kv // 8
+        for word in range(half // 32, self._words()):
+            left = (1 << max(half - 32 * word, 0)) - 1  # bits of columns in the left half
+            for row in bits:
+                kept = kept | (row[word] & Int32(~left))
+        return cute.arch.vote_all_sync(kept == 0)
+
     def _evaluated(self, tile: TileValues, positions: list[Any], word: int) -> list[Any]:
         """Evaluate one word of each row's bit mask, for a mask without intervals.
 

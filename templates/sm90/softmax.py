@@ -210,6 +210,7 @@ class Softmax:
         acc_s: cute.Tensor,
         p: cute.Tensor,
         state: RowState,
+        left_only: bool = False,
     ) -> None:
         """Compute the softmax of a tile's first block: the row maxima, then P.
 
@@ -219,12 +220,22 @@ class Softmax:
             acc_s: scores.
             p: registers for packed P.
             state: state of the thread's rows, written.
+            left_only: whether all scores in the right half of the block are masked, so that P is 0
+                there. They are not read.
         """
         nan = self.config.need_max  # torch's maximum propagates NaN
         factor = self.scores.factor(tile)
         if self.config.weights:
             self._write_weights(None, acc_s, p, factor)
             return
+        if left_only:
+            right = cute.size(p) // 2
+            pairs = cute.recast_tensor(p, Int32)  # i32, two of P each
+            for i in range(right // 2, right):
+                pairs[i] = Int32(0)
+            acc_s = cute.make_tensor(
+                acc_s.iterator, cute.make_layout(right)
+            )  # f32, the left half of the columns
         for r in range(ROWS):
             reference = None
             if self.config.softmax != "no-max":

@@ -197,6 +197,20 @@ def test_masks(name: str) -> None:
 @pytest.mark.parametrize(
     ("score", "top"), first_of([("plain", True), ("softcap", False), ("alibi", False)])
 )
+def test_warps_that_keep_the_left_part_of_a_block(score: str, top: bool) -> None:
+    """Each warp of 16 rows has another longest row, from no key to the whole block and beyond.
+
+    No row keeps a single key: dense attention would be exact there.
+    """
+    longest = torch.tensor([0, 2, 63, 64, 65, 100, 128, 129, 192, 193, 240, 2])
+    kept = (longest.repeat_interleave(16) - 2 * (torch.arange(192) % 16)).clamp(min=0)
+    mod = None if score == "plain" else MODS[score]()
+    check(draw(192, 240), mod, lambda b, h, q, kv: kv < kept[q], top=top)
+
+
+@pytest.mark.parametrize(
+    ("score", "top"), first_of([("plain", True), ("softcap", False), ("alibi", False)])
+)
 def test_fully_masked_rows_give_zero_and_minus_infinity(score: str, top: bool) -> None:
     mod = None if score == "plain" else MODS[score]()
     result = check(draw(300), mod, lambda b, h, q, kv: (q >= kv + 130) | (q == 3), top=top)
