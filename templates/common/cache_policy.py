@@ -3,7 +3,8 @@
 Some tensors are read or written once by a kernel, others by many work tiles. If the former leave L2
 first, more of the latter stays there. In the backward K, V, dK and dV are of the former kind, Q, dO
 and the sums of dQ of the latter. In the forward Q and the output are of the former kind. The sums of
-dQ leave last: each kv tile adds to them, which reads and writes their lines.
+dQ leave last, unless a full bias passes through L2 beside them: each kv tile adds to them, which
+reads and writes their lines.
 """
 
 from __future__ import annotations

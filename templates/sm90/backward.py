@@ -176,11 +176,12 @@ class Backward:
         self.epilogue = Epilogue(config)
         self.whole_heads = self.epilogue.whole_heads
         self.deterministic = DeterministicReduce(config)
-        self.dq_reduce: Reduce = DqReduce(config.chunk)
+        leaves_last = not config.bias_bytes
+        self.dq_reduce: Reduce = DqReduce(config.chunk, leaves_last)
         if config.sum_order:
             self.dq_reduce = self.deterministic
         elif config.first_writer:
-            self.dq_reduce = FirstWriterReduce(config.chunk)
+            self.dq_reduce = FirstWriterReduce(config.chunk, leaves_last)
         elif config.leaders:
             self.dq_reduce = LeaderReduce(config.chunk)
         self.one_hot: Any = OneHot(config, hooks) if config.one_hot else None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cutlass import Constexpr, Int32, Int64, cute
 
-from attnkit.templates.common.cache_policy import evict_last
+from attnkit.templates.common.cache_policy import evict_last, evict_normal
 from attnkit.templates.sm90.backward_shared import (
     DQ_THREADS,
     NOTE_WORDS,
@@ -45,10 +45,13 @@ class DqReduce:
 
     Args:
         chunk: floats per chunk.
+        leaves_last: see `add_chunk`. A full bias passes through L2 beside the sums, and the kernel is
+            slower if they leave last then.
     """
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, leaves_last: bool) -> None:
         self.chunk = chunk
+        self.leaves_last = leaves_last
 
     @cute.jit
     def run(
@@ -63,7 +66,8 @@ class DqReduce:
             wait_staging(wg)
             chunk = read_note(info, wg, ChunkNote.CHUNK)
             if chunk >= 0:
-                add_chunk(sums.iterator + Int64(chunk) * size, staging + wg * size, size)
+                target, source = sums.iterator + Int64(chunk) * size, staging + wg * size
+                add_chunk(target, source, size, self.leaves_last)
                 with cute.arch.elect_one():
                     # wait until the bulk reduction has read shared memory; it may complete later
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -97,15 +101,18 @@ def store_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
         cute.arch.cp_async_bulk_commit_group()
 
 
-def add_chunk(target: cute.Pointer, source: cute.Pointer, size: int) -> None:
+def add_chunk(
+    target: cute.Pointer, source: cute.Pointer, size: int, leaves_last: bool = True
+) -> None:
     """Issue the bulk reduction of `size` floats from shared to global memory, as one bulk group.
 
-    The lines leave L2 last, because each further kv tile adds to them.
+    With `leaves_last` the lines leave L2 after others, because each further kv tile adds to them.
     """
+    policy = evict_last() if leaves_last else evict_normal()
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
             "[{$r0}], [{$r1}], {$r2}, {$r3};",
-            read_only_args=[target.toint(), source.toint(), Int32(4 * size), evict_last()],
+            read_only_args=[target.toint(), source.toint(), Int32(4 * size), policy],
         )
         cute.arch.cp_async_bulk_commit_group()

@@ -28,10 +28,12 @@ class FirstWriterReduce:
 
     Args:
         chunk: floats per chunk.
+        leaves_last: see `DqReduce`.
     """
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, leaves_last: bool) -> None:
         self.chunk = chunk
+        self.leaves_last = leaves_last
 
     @cute.jit
     def run(
@@ -60,7 +62,7 @@ class FirstWriterReduce:
                     if chunk != ready and chunk < flags.shape[0]:
                         wait_turn(flags.iterator + chunk, Int32(STORED))
                         fence_bulk()
-                    add_chunk(target, source, size)
+                    add_chunk(target, source, size, self.leaves_last)
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()

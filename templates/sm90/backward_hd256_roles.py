@@ -126,7 +126,7 @@ class BackwardHd256Roles(BackwardHd256):
                 "1 knows only P"
             )
         self.epilogue = Epilogue(config)
-        self.dq_reduce = DqReduce(config.chunk)
+        self.dq_reduce = DqReduce(config.chunk, leaves_last=True)
 
     # ------------------------------------------------------------------------------------ host
 

@@ -64,7 +64,8 @@ class LeaderReduce:
                 stored = read_note(info, wg, ChunkNote.NEXT_CHUNK)
                 kv_block = read_note(info, wg, ChunkNote.NEXT_KV_BLOCK)
                 if chunk != NO_CHUNK:
-                    add_chunk(sums.iterator + Int64(chunk) * size, staging + wg * size, size)
+                    target, source = sums.iterator + Int64(chunk) * size, staging + wg * size
+                    add_chunk(target, source, size, leaves_last=False)  # as beside any full bias
                     with cute.arch.elect_one():
                         # wait until the bulk reduction has read shared memory
                         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -217,7 +217,7 @@ class WholeHeads:
                 elif chunk >= FIRST_WRITER:
                     store_chunk(slot + Int64(at) * size, source, size)
                 else:
-                    add_chunk(slot + Int64(at) * size, source, size)
+                    add_chunk(slot + Int64(at) * size, source, size, not self.config.bias_bytes)
                 with cute.arch.elect_one():
                     # wait until shared memory has been read; the copy may complete later
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

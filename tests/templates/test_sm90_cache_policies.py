@@ -21,7 +21,7 @@ from attnkit.jit import emulation, kernel
 from attnkit.templates.common.cache_policy import CachePolicy
 
 FIRST, LAST = CachePolicy.EVICT_FIRST, CachePolicy.EVICT_LAST
-NO_HINT = 0
+NORMAL, NO_HINT = CachePolicy.EVICT_NORMAL, 0
 LENGTH, HEADS = 256, 2
 BOXES = 2  # TMA copies of a tile with rows of 128 columns
 WARPGROUPS = 2
@@ -69,6 +69,13 @@ def test_what_is_read_or_written_once_leaves_first() -> None:
 def test_sums_that_more_work_tiles_add_to_leave_last() -> None:
     _, backward = compiled(None)
     assert policies(backward, ADD_CHUNK) == {LAST: WARPGROUPS}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sums_beside_a_full_bias_leave_as_others(batch: int) -> None:
+    bias = torch.zeros(HEADS, LENGTH, LENGTH, requires_grad=True)
+    _, backward = compiled(lambda s, b, h, q, kv: s + bias[h, q, kv], batch)
+    assert policies(backward, ADD_CHUNK) == {NORMAL: WARPGROUPS}
 
 
 @pytest.mark.parametrize("batch", [1, 2])
