@@ -140,8 +140,11 @@ class BackwardSettings:
         return self._with("first_writer")
 
     def with_whole_heads(self) -> BackwardSettings:
-        """Return a copy of the settings with `whole_heads` set to True."""
-        return self._with("whole_heads")
+        """Return a copy of the settings with `whole_heads` set to True.
+
+        Their sums need no `sum_order`, because a CTA adds the parts of a head in a fixed order.
+        """
+        return self._with("whole_heads")._with("sum_order", "")
 
     def with_leaders(self) -> BackwardSettings:
         """Return a copy of the settings with `leaders` set to True."""
@@ -151,7 +154,7 @@ class BackwardSettings:
         """Return a copy of the settings whose `bias_bytes` is `size`."""
         return self._with("bias_bytes", size)
 
-    def _with(self, switch: str, value: bool | int = True) -> BackwardSettings:
+    def _with(self, switch: str, value: bool | int | str = True) -> BackwardSettings:
         return replace(self, items=tuple(sorted((self.values | {switch: value}).items())))
 
     @property

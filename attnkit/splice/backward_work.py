@@ -17,6 +17,8 @@ from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 
 UNIT = 64 * 64  # floats in one unit of the kernel's float32 accumulators in memory
+# With how many SMs a deterministic backward chooses between whole heads and semaphores, on any device.
+REFERENCE_SMS = 132
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
@@ -27,7 +29,8 @@ class BackwardWork:
     Attributes:
         work_tiles, partial, full: see `templates.sm90.backward.Backward`.
         order: tables of the order of deterministic accumulation, see `_order`. The first holds the
-            initial values of the semaphores. Empty if the order is not fixed.
+            initial values of the semaphores. Empty if the order is not fixed, or if a CTA computes
+            whole heads.
         flags: number of flags for the chunks of dQ; 0 if no CTA waits for them.
         first_writer: whether the first kv tile of a row stores its part of dQ, so that dQ needs no
             memset.
@@ -136,9 +139,14 @@ def build_tables(
         schedule, first = (led, "no CTA may wait for dQ") if leaders else (schedule, first)
     whole: WholeHeads | str = "sums of captured gradients leave no registers"
     if not learned:
-        whole = whole_heads(runs, settings, schedule, first, head)
+        choice = schedule, first
+        if settings.deterministic and settings.template.whole_heads(settings):
+            # alike on all devices, because the order of sums depends on it
+            choice = scheduled(runs, settings, query, key, REFERENCE_SMS, head)
+        whole = whole_heads(runs, settings, *choice, head)
     if isinstance(whole, WholeHeads):
-        schedule, first = whole.schedule, "a CTA computes whole heads"
+        schedule = whole.schedule._replace(workers=schedule.workers)
+        first = "a CTA computes whole heads"
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if settings.values["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (columns // 64)
@@ -158,7 +166,7 @@ def build_tables(
         ctas = min(schedule.workers, whole.starts.numel())
         units[0] = ctas * units[0] // (batch * heads)
     order: tuple[Tensor, ...] = ()
-    if settings.deterministic:
+    if settings.deterministic and not isinstance(whole, WholeHeads):
         dq, dk = (settings.ctas * parts * n for n in settings.template.semaphores)
         order = _order(
             deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])

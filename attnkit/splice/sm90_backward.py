@@ -137,7 +137,7 @@ def whole_heads(settings: BackwardSettings) -> bool:
     """Return whether a CTA may compute all kv tiles of a head and write dQ itself."""
     values = settings.values
     square = values["block_q"] * values["head_dim"] == 2 * 64 * 64  # of a consumer's part of dQ
-    shared = values["accumulate"] or settings.deterministic or settings.one_hot
+    shared = values["accumulate"] or settings.one_hot
     return not _wide(settings) and square and not shared
 
 

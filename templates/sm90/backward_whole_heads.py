@@ -6,6 +6,10 @@ one stores its part in float32, and those in between add theirs, to memory that 
 its next head. The last one adds its part to what the others have stored, rounds the sum and writes
 it to dQ. Compared with sums of all heads in memory, this needs no memset before the kernel and no
 rounding after it.
+
+The parts of a sum are added in the order of the kv blocks, because each is complete in memory before
+the next one is sent. So the same inputs give the same bits, and a deterministic backward needs no
+semaphores here.
 """
 
 from __future__ import annotations
@@ -203,7 +207,7 @@ class WholeHeads:
             chunk = read_note(info, wg, ChunkNote.CHUNK)
             if chunk >= 0:
                 next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
-                at = chunk & CHUNK_MASK
+                at, last = chunk & CHUNK_MASK, sent
                 if at != NO_CHUNK:
                     sent = at
                 if at == NO_CHUNK:
@@ -217,6 +221,8 @@ class WholeHeads:
                 elif chunk >= FIRST_WRITER:
                     store_chunk(slot + Int64(at) * size, source, size)
                 else:
+                    if at == last:  # the part before this one may still be on its way
+                        self.complete(0)
                     add_chunk(slot + Int64(at) * size, source, size, not self.config.bias_bytes)
                 with cute.arch.elect_one():
                     # wait until shared memory has been read; the copy may complete later
@@ -228,8 +234,16 @@ class WholeHeads:
                     self.load_sum(earlier, source, same, bars.landed + wg, loads & 1)
                     loads += 1
                 release_staging(wg)
+                # while the consumer computes its next chunk
+                self.complete(1)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def complete(self, in_flight: int) -> None:
+        """Wait until all copies but the latest `in_flight` are complete, before more copies."""
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
+        fence_bulk()
 
     def place(self, chunk: Int32, wg: int, info: cute.Tensor, problem: Problem) -> tuple:
         """Return the head of dQ, and the square of 64 x 64 in it, that a chunk belongs to."""
@@ -255,13 +269,11 @@ class WholeHeads:
             barrier, phase: mbarrier of the load, and the parity to wait for.
         """
         size = Int32(4 * self.config.chunk)
-        with cute.arch.elect_one():
-            # the earlier parts are complete in memory
-            if same:
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-            else:
-                cute.arch.cp_async_bulk_wait_group(1, read=False)
-        fence_bulk()
+        # the earlier parts are complete in memory
+        if same:
+            self.complete(0)
+        else:
+            self.complete(1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
             cute.arch.inline_ptx(

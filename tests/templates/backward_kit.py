@@ -231,13 +231,15 @@ def ordered(
     dims: tuple[int, int] = (64, 64),
     mask: Any = CAUSAL,
     name: str | None = None,
+    heads: tuple[int, int] = (2, 1),
 ) -> list[Tensor]:
     """Return dQ, dK and dV of a fixed problem, with sums in a fixed order.
 
-    With a `name` in `MODS`, the gradients of that mod's captured tensors are returned too.
+    With a `name` in `MODS`, the gradients of that mod's captured tensors are returned too. `heads` is
+    as for `draw`.
     """
     torch.manual_seed(0)
-    inputs, weights = draw(200 if name else 400, heads=(2, 1), dims=dims)
+    inputs, weights = draw(200 if name else 400, heads=heads, dims=dims)
     mod, captured = MODS[name] if name else (None, list)
     plain = splice_backward.prepare
 
@@ -249,5 +251,5 @@ def ordered(
         patch.setattr(workers, "EMULATED_SMS", ctas)
         with emulation.session(mode=mode, seeds=ctas) as session:
             found = gradients(backend, inputs, weights, captured(), mod, mask, None)
-    assert session.ok
+    assert session.ok, [str(r) for _, r in session.reports if not r.ok]
     return found

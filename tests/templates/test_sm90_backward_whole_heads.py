@@ -11,20 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import masks, mods
+from attnkit import flex_attention, masks, mods
 from attnkit.schedule import whole_heads
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
+from attnkit.jit import emulation
+from attnkit.splice import workers
 from attnkit.splice.backward_work import BackwardWork
 from tests.sampling import diagonal, sampled
 from tests.templates.backward_kit import (
+    BF16,
     CAUSAL,
     FP16,
     MODS,
     check,
     draw,
+    forget,
     observed,
+    ordered,
     poisoned,  # noqa: F401
 )
 
@@ -70,6 +75,42 @@ def test_packed_heads_and_ragged_ends(works: list[BackwardWork], dims: tuple[int
     check(draw(333, dims=dims, heads=(4, 2), batch=(2, 2)), mask=WINDOW, mode="adversarial")
     assert works[-1].starts is not None
     assert not works[-1].units[1]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [CAUSAL, lambda b, h, q, kv: (kv < 128) | (q >= 384)],
+    ids=["causal", "the last q block"],
+)
+def test_deterministic_bits_do_not_depend_on_workers_or_order(
+    works: list[BackwardWork], mask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second mask, consecutive kv blocks add to the same q block."""
+    bits = []
+    for mode, ctas in (("eager", 1), ("adversarial", 2), ("adversarial", 3)):
+        forget(monkeypatch)
+        bits.append(ordered("emulate", mode, ctas, (128, 128), mask, heads=(3, 3)))
+        assert works[-1].starts is not None
+        assert not works[-1].order
+    for other in bits[1:]:
+        assert all(map(torch.equal, bits[0], other))
+
+
+def test_a_deterministic_backward_chooses_whole_heads_alike_on_all_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    works = observed(monkeypatch, 1)
+    for heads, chosen in ((2, False), (264, True)):
+        q, k, v = (
+            torch.zeros(1, heads, 512, 128, dtype=BF16, requires_grad=True) for _ in range(3)
+        )
+        for ctas in (1, 78, 500):
+            monkeypatch.setattr(workers, "EMULATED_SMS", ctas)
+            forget(monkeypatch)
+            with emulation.session(execute=False):
+                out = flex_attention(q, k, v, None, CAUSAL, backend="emulate", deterministic=True)
+                out.sum().backward()
+            assert (works[-1].starts is not None) == chosen
 
 
 def test_gradients_of_captured_tensors_use_sums(works: list[BackwardWork]) -> None:
