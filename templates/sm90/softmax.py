@@ -229,13 +229,11 @@ class Softmax:
             self._write_weights(None, acc_s, p, factor)
             return
         if left_only:
-            right = cute.size(p) // 2
+            half = cute.size(p) // 2
             pairs = cute.recast_tensor(p, Int32)  # i32, two of P each
-            for i in range(right // 2, right):
+            for i in range(half // 2, half):
                 pairs[i] = Int32(0)
-            acc_s = cute.make_tensor(
-                acc_s.iterator, cute.make_layout(right)
-            )  # f32, the left half of the columns
+            acc_s = cute.make_tensor(acc_s.iterator, cute.make_layout(half))  # the left columns
         for r in range(ROWS):
             reference = None
             if self.config.softmax != "no-max":
