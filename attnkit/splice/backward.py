@@ -119,6 +119,7 @@ def _settings_of(
         deterministic=spec.deterministic,
         dropout=inputs.dropout is not None,
         full_bias=softmax and inputs.grad_entropy is None and adds_full_bias(program.score),
+        shared=_shares(query, key),
     )
     one_hot = sums_by_class(
         learned.scores, inputs.captured.scores, template.one_hot(case), key.shape[2], query.device
@@ -179,6 +180,11 @@ def first_writer_report(
     if isinstance(first, str):
         return f"zeros are written before: {first}"
     return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"
+
+
+def _shares(query: Tensor, key: Tensor) -> bool:
+    """Return whether several query heads or batch elements share a head of key and value."""
+    return key.shape[:2] != query.shape[:2]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,7 +272,7 @@ def _settings(
         "head_dim": widths[0],
         "head_dim_v": widths[1],
         "block_q": template.block_q(widths, light),
-        "accumulate": key.shape[:2] != query.shape[:2],
+        "accumulate": _shares(query, key),
         "sum_order": "descending" if deterministic else "",
     } | switches
     return BackwardSettings(target, tuple(sorted(config.items())), dims, template)

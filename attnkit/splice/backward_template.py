@@ -34,6 +34,7 @@ class BackwardCase:
         deterministic: whether gradients are accumulated in a fixed order.
         dropout: whether elements of the softmax are dropped.
         full_bias: whether the score_mod only adds a bias, which has an element for each score.
+        shared: whether dK and dV are sums over several query heads or batch elements.
     """
 
     widths: HeadDims
@@ -44,6 +45,7 @@ class BackwardCase:
     deterministic: bool = False
     dropout: bool = False
     full_bias: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,8 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     in_lists = case.runs.block[1] % 128 and case.lists_override_mask  # blocks cannot be joined
     if max(case.widths) > 256:
         return {"split_columns": True}
-    if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
+    turns = case.deterministic and case.shared  # at dK and dV
+    if case.widths == (192, 128) and light and not (turns or case.dropout or in_lists):
         return {"block_kv": 128}
     if case.widths == (256, 256) and light and not (case.deterministic or case.dropout):
         return {"roles": True}

@@ -96,6 +96,14 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order(
         assert all(map(torch.equal, bits[0], other))
 
 
+def test_a_deterministic_backward_has_the_gradients_of_the_oracle(
+    works: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check(draw(400, dims=(128, 128), heads=(3, 3)), mask=CAUSAL, mode="adversarial")
+    assert works[-1].starts is not None
+
+
 def test_a_deterministic_backward_chooses_whole_heads_alike_on_all_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
