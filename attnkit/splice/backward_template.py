@@ -55,8 +55,8 @@ class BackwardTemplate:
     Attributes:
         roles: warps of each role, for reports of the emulator.
         options: compiler options of the main kernel.
-        semaphores: number of semaphores that order the additions to a tile of dQ, and to a tile of
-            dK or dV, for each CTA and each part of the columns that share the tile.
+        semaphores: settings -> number of semaphores that order the additions to a tile of dQ, and to
+            a tile of dK or dV, for each CTA and each part of the columns that share the tile.
         column_parts: widths -> number of work tiles of the kernel for each row of the work list.
             Each computes a part of the columns of dQ, dK and dV.
         widths: head dims -> head dims as the kernels compute them; None if they are too wide.
@@ -93,7 +93,7 @@ class BackwardTemplate:
 
     roles: dict[str, range]
     options: str
-    semaphores: tuple[int, int]
+    semaphores: Callable[[BackwardSettings], tuple[int, int]]
     column_parts: Callable[[HeadDims], int]
     widths: Callable[[HeadDims], HeadDims | None]
     block_q: Callable[[HeadDims, bool], int]

@@ -167,7 +167,7 @@ def build_tables(
         units[0] = ctas * units[0] // (batch * heads)
     order: tuple[Tensor, ...] = ()
     if settings.deterministic and not isinstance(whole, WholeHeads):
-        dq, dk = (settings.ctas * parts * n for n in settings.template.semaphores)
+        dq, dk = (settings.ctas * parts * n for n in settings.template.semaphores(settings))
         order = _order(
             deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])
         )

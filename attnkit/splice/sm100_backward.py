@@ -132,7 +132,7 @@ def main(settings: BackwardSettings, hooks: BackwardHooks) -> Any:
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=SEMAPHORES,
+    semaphores=lambda settings: SEMAPHORES,
     column_parts=column_parts,
     widths=widths,
     block_q=block_q,

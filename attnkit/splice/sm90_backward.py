@@ -23,10 +23,6 @@ ROLES = {  # role -> warps, see templates.sm90.backward_shared
 }
 OPTIONS = ""
 WIDEST = 512  # head dim
-# Number of semaphores of a q block of dQ, and of a kv block of dK or dV: one for each consumer and
-# chunk. A chunk is 64 rows by head_dim / 2, so 64 rows of dV have four chunks if head_dim_v is
-# twice head_dim.
-SEMAPHORES = 2, 8
 
 # Cycles, measured on one H200, bfloat16: blocks of 64 x 128 at head dim 128, of 128 x 128 at 64,
 # of 64 x 64 at 256 (without and with roles), and of 64 x 128 at (192, 128). `partial` and `merge`
@@ -87,7 +83,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     turns = case.deterministic and case.shared  # at dK and dV
     if case.widths == (192, 128) and light and not (turns or case.dropout or in_lists):
         return {"block_kv": 128}
-    if case.widths == (256, 256) and light and not (case.deterministic or case.dropout):
+    if case.widths == (256, 256) and light and not (turns or case.dropout):
         return {"roles": True}
     return {}
 
@@ -127,6 +123,15 @@ def cost(settings: BackwardSettings) -> Cost:
     if _wide(settings):
         return _WIDE
     return _TALL if settings.values["block_q"] == 128 else _PLAIN
+
+
+def semaphores(settings: BackwardSettings) -> tuple[int, int]:
+    """Return how many semaphores order the additions to a tile of dQ, and to one of dK or dV.
+
+    There is one for each consumer and chunk. A chunk is 64 rows by head_dim / 2, so 64 rows of dV
+    have four chunks if head_dim_v is twice head_dim. With roles, a consumer has two chunks of dQ.
+    """
+    return (4 if _has_roles(settings) else 2), 8
 
 
 def first_writer(settings: BackwardSettings) -> bool:
@@ -231,7 +236,7 @@ def weights(widths: tuple[int, int], learned: bool) -> bool:
 BACKWARD = BackwardTemplate(
     roles=ROLES,
     options=OPTIONS,
-    semaphores=SEMAPHORES,
+    semaphores=semaphores,
     column_parts=lambda widths: 1,
     widths=widths,
     block_q=block_q,

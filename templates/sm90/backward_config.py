@@ -86,6 +86,11 @@ class BackwardConfig:
         return self.block_q * self.head_dim // 2
 
     @property
+    def chunks(self) -> int:
+        """Number of chunks of a q block's dQ, one for each warpgroup."""
+        return 2
+
+    @property
     def flags(self) -> int | None:
         """Number of flags per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
         if self.whole_heads:

@@ -176,7 +176,7 @@ class DeterministicReduce:
     @cute.jit
     def pass_turn(self, chunk: Int32, turn: Int32, following: Int32, order: list):
         """Pass the turn of a chunk that is complete in memory to the next kv block."""
-        rows, row = order[OrderTable.ROW], chunk >> 1
+        rows, row = order[OrderTable.ROW], chunk >> (self.config.chunks.bit_length() - 1)
         low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
         if following < 0:  # before the fence, which would delay these loads
             low, high = rows[row, OrderRow.RUNS_BEGIN], rows[row, OrderRow.RUNS_END]

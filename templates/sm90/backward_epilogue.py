@@ -29,6 +29,7 @@ from attnkit.templates.sm90.backward_shared import (
     Barriers,
     ChunkNote,
     NamedBarrier,
+    RolesBarriers,
     Word,
     record_of,
 )
@@ -75,7 +76,7 @@ class Outputs:
     to: Results
     problem: Problem
     info: cute.Tensor
-    bars: Barriers
+    bars: Barriers | RolesBarriers
     wg: Int32
     thread: Int32
 

@@ -16,8 +16,11 @@ per consumer, by bulk reduce-add. Added from registers, it would take more than 
 sends about 26 bytes per cycle to the L2 cache, and its consumers do nothing else meanwhile. The two
 parts are far apart in time, because the first one has to leave before the second one is written.
 
+With a fixed order of sums, the warps that add dQ wait for the turn of each chunk, and another warp
+passes turns on, see `backward_deterministic`.
+
 Variants whose score_mod has a slope, sums of gradients of captured tensors score by score, sums in
-a fixed order and dropout use `backward_hd256`.
+a fixed order whose dK and dV query heads share, and dropout use `backward_hd256`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_config import ROWS
-from attnkit.templates.sm90.backward_dq_reduce import DqReduce
+from attnkit.templates.sm90.backward_deterministic import DeterministicReduce
+from attnkit.templates.sm90.backward_dq_reduce import DqReduce, Reduce
 from attnkit.templates.sm90.backward_epilogue import LANE_STRIDE, Epilogue, Outputs, Results
 from attnkit.templates.sm90.backward_hd256 import BackwardHd256
 from attnkit.templates.sm90.backward_hd256_mma import hd256_smem_layouts
@@ -53,6 +57,7 @@ from attnkit.templates.sm90.backward_hd256_roles_mma import (
 from attnkit.templates.sm90.backward_mma import in_layout_of
 from attnkit.templates.sm90.backward_producer import LoadTargets
 from attnkit.templates.sm90.backward_shared import (
+    CLEAR_WARP,
     CONSUMER_THREADS,
     CONSUMERS,
     DQ_WARP,
@@ -126,7 +131,12 @@ class BackwardHd256Roles(BackwardHd256):
                 "1 knows only P"
             )
         self.epilogue = Epilogue(config)
-        self.dq_reduce = DqReduce(config.chunk, leaves_last=True)
+        # int32 words in shared memory; reports of complete chunks are the last ones
+        self.word_count = Word.COUNT if config.sum_order else Word.HD256_COUNT
+        self.ordered = DeterministicReduce(config)
+        self.dq_reduce: Reduce = self.ordered
+        if not config.sum_order:
+            self.dq_reduce = DqReduce(config.chunk, leaves_last=True)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -154,10 +164,7 @@ class BackwardHd256Roles(BackwardHd256):
         ctas: Int32,
         stream: Any,
     ):
-        """Launch the kernel; the arguments are those of `backward.Backward`.
-
-        `totals` and `order` are empty.
-        """
+        """Launch the kernel; the arguments are those of `backward.Backward`; `totals` is empty."""
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
@@ -181,7 +188,7 @@ class BackwardHd256Roles(BackwardHd256):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, roles_barrier_count(c)]
-            info: cute.struct.MemRange[Int32, Word.HD256_COUNT]
+            info: cute.struct.MemRange[Int32, self.word_count]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.q_stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             # Run time depends on which fields are below 128 KiB: here half of dO, V and dQ are above.
@@ -232,7 +239,8 @@ class BackwardHd256Roles(BackwardHd256):
     ):
         """Set up shared memory and barriers, then branch to the role of the warp.
 
-        Warp 0 loads, warps 1 and 2 add dQ, and warpgroups 1 and 2 are consumers.
+        Warp 0 loads, warps 1 and 2 add dQ, and warpgroups 1 and 2 are consumers. With a fixed order
+        of sums, warp 3 passes turns.
         """
         c = self.config
         problem, work = Problem(*sizes), Lists(*lists)
@@ -241,7 +249,7 @@ class BackwardHd256Roles(BackwardHd256):
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
-        info = storage.info.get_tensor(cute.make_layout(Word.HD256_COUNT))  # int32 [words]
+        info = storage.info.get_tensor(cute.make_layout(self.word_count))  # int32 [words]
         # f32 [block_q, q_stages] and [block_q, stages]
         smem_lse = storage.lse.get_tensor(cute.make_layout((c.block_q, c.q_stages)))
         smem_delta = storage.delta.get_tensor(cute.make_layout((c.block_q, c.stages)))
@@ -276,7 +284,10 @@ class BackwardHd256Roles(BackwardHd256):
                 self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
             for wg in cutlass.range_constexpr(CONSUMERS):
                 if warp == DQ_WARP + wg:
-                    self.dq_reduce.run(wg, staging, info, None, sums, work.order)
+                    self.dq_reduce.run(wg, staging, info, bars.chunk, sums, work.order)
+            if const_expr(c.sum_order):
+                if warp == CLEAR_WARP:
+                    self.ordered.pass_turns(info, bars.chunk, work.order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             if warp < 2 * WARPS:
@@ -311,8 +322,7 @@ class BackwardHd256Roles(BackwardHd256):
         lane = cute.arch.lane_idx()
         thread = thread % WARPGROUP
         column0 = (warp % WARPS) * 16 + lane // 4
-        no_bars: Any = None  # chunks are added in any order
-        out = Outputs(results, p, info, no_bars, wg, thread)
+        out = Outputs(results, p, info, bars, wg, thread)
         w = self.set_up_role(mmas, views, smem, bars, exchange, out, (lane % 4) * 2)
         mma = w.mma
         blocks = (p.q_len + c.block_q - 1) // c.block_q
@@ -524,4 +534,8 @@ class BackwardHd256Roles(BackwardHd256):
         """Give one part of the consumer's columns of a q block's dQ to the warp that adds it."""
         parts = self.config.dq_parts
         chunk = row * (CONSUMERS * parts) + (w.out.wg * parts + part)
-        self.epilogue.send(w.mma.dq, (chunk,), w.out)
+        note: tuple = (chunk,)
+        if self.config.sum_order:
+            following = chunk + 1 if part == 0 else Int32(-1)  # the next q block is not known
+            note = chunk, w.smem.info[RECORD + WorkTile.KV_BLOCK], Int32(-1), following
+        self.epilogue.send(w.mma.dq, note, w.out)

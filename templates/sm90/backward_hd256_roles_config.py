@@ -12,7 +12,8 @@ class Hd256RolesConfig(Hd256Config):
     """Holds the sizes and switches of the Hopper backward kernel `backward_hd256_roles`.
 
     The attributes are those of `Hd256Config`, and `roles`, which is True and selects the kernel. The
-    kernel supports no fixed order of sums, entropies, dropout, or weights without a softmax.
+    kernel supports no entropies, dropout, or weights without a softmax, and no fixed order of sums
+    of dK and dV that query heads share.
     """
 
     roles: bool = True
@@ -34,6 +35,11 @@ class Hd256RolesConfig(Hd256Config):
         return self.block_q * self.head_dim // 2 // self.dq_parts
 
     @property
+    def chunks(self) -> int:
+        """Number of chunks of a q block's dQ: the parts of each warpgroup."""
+        return 2 * self.dq_parts
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory bytes per CTA: K, V, the rings of Q and dO, P, dS and a chunk of dQ each."""
         tiles = self.block_kv * (self.head_dim + self.head_dim_v + 2 * self.block_q)
@@ -48,8 +54,8 @@ class Hd256RolesConfig(Hd256Config):
             return problem
         if (self.head_dim, self.head_dim_v) != (256, 256):
             return f"head dims of {self.head_dim} and {self.head_dim_v}: expected 256 and 256"
-        if self.sum_order or self.first_writer:
-            return "an order of sums or first writers: expected neither"
+        if self.first_writer or (self.sum_order and self.accumulate):
+            return "first writers or an order of shared sums: expected neither"
         if self.with_entropy or self.weights or self.with_dropout or not self.roles:
             return "entropies, weights without a softmax, dropout or roles=False: expected none"
         return None

@@ -184,11 +184,7 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
     for wg in range(CONSUMERS):  # each consumer has its half of V
         mbarrier_init(load.v_full + wg, ONE_ARRIVAL)  # by the producer, with expect_tx
         mbarrier_init(load.v_empty + wg, WARPS)
-        if chunk.ready is not None:
-            mbarrier_init(chunk.ready + wg, WARPS)
-        mbarrier_init(chunk.landed + wg, ONE_ARRIVAL)
-        if chunk.landed_ack is not None:
-            mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane reads the note
+    init_chunk_barriers(chunk)
     for s in range(c.k_stages):
         mbarrier_init(load.k_full + s, ONE_ARRIVAL)
         mbarrier_init(load.k_empty + s, CONSUMER_THREADS)  # every lane reads the record
@@ -199,6 +195,18 @@ def init_barriers(c: BackwardConfig, bars: Barriers) -> None:
         mbarrier_init(load.do_empty + s, CONSUMER_THREADS)
         mbarrier_init(bars.ds_full + s, CONSUMER_WARPS)
         mbarrier_init(bars.ds_empty + s, CONSUMER_WARPS)
+
+
+def init_chunk_barriers(chunk: ChunkBarriers) -> None:
+    """Initialise the mbarriers of chunks; called by one thread."""
+    # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
+    mbarrier_init = cute.arch.mbarrier_init
+    for wg in range(CONSUMERS):
+        if chunk.ready is not None:
+            mbarrier_init(chunk.ready + wg, WARPS)
+        mbarrier_init(chunk.landed + wg, ONE_ARRIVAL)
+        if chunk.landed_ack is not None:
+            mbarrier_init(chunk.landed_ack + wg, WARP)  # every lane reads the note
 
 
 @dataclass(frozen=True)
@@ -310,17 +318,24 @@ class RolesBarriers:
     p_empty: cute.Pointer  # consumer 1 has read it
     ds_full: cute.Pointer  # consumer 1 has written dS
     ds_empty: cute.Pointer  # both consumers have read it
+    chunk: ChunkBarriers  # only with an order of sums
+
+
+ROLES_BARRIERS = 4  # those of P and dS
 
 
 def roles_barrier_count(c: Hd256RolesConfig) -> int:
     """Return the number of mbarriers of `place_roles_barriers`."""
-    return hd256_barrier_count(c) + len(fields(RolesBarriers)) - 1
+    chunk = CONSUMERS * len(fields(ChunkBarriers)) if c.sum_order else 0
+    return hd256_barrier_count(c) + ROLES_BARRIERS + chunk
 
 
 def place_roles_barriers(c: Hd256RolesConfig, base: cute.Pointer) -> RolesBarriers:
     """Return the mbarriers, laid out in shared memory from address `base`."""
-    further = range(hd256_barrier_count(c), roles_barrier_count(c))
-    return RolesBarriers(place_hd256_barriers(c, base).load, *(base + i for i in further))
+    load, own = place_hd256_barriers(c, base).load, base + hd256_barrier_count(c)
+    p_full, p_empty, ds_full, ds_empty = (own + i for i in range(ROLES_BARRIERS))
+    chunk = ChunkBarriers(*(own + (ROLES_BARRIERS + CONSUMERS * i) for i in range(3)))
+    return RolesBarriers(load, p_full, p_empty, ds_full, ds_empty, chunk)
 
 
 def init_roles_barriers(c: Hd256RolesConfig, bars: RolesBarriers) -> None:
@@ -331,6 +346,8 @@ def init_roles_barriers(c: Hd256RolesConfig, bars: RolesBarriers) -> None:
     mbarrier_init(bars.p_empty, WARPS)
     mbarrier_init(bars.ds_full, WARPS)
     mbarrier_init(bars.ds_empty, CONSUMER_WARPS)
+    if c.sum_order:
+        init_chunk_barriers(bars.chunk)
 
 
 def record_of(c: BackwardConfig, stage: Int32) -> Int32:

@@ -175,6 +175,11 @@ def test_no_spills_and_no_serialised_products(
     clean(VARIANTS[name](), dims, 1, fixed=False)
 
 
+@pytest.mark.assembled
+def test_a_fixed_order_spills_nothing() -> None:
+    clean((None, CAUSAL), (256, 256), 1, fixed=True)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.assembled
 @pytest.mark.parametrize("fixed", sampled([(False,), (True,)], 2))

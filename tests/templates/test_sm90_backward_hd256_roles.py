@@ -24,6 +24,7 @@ from tests.templates.backward_kit import (
     check,
     draw,
     gradients,
+    ordered,
     poisoned,  # noqa: F401
 )
 
@@ -38,15 +39,22 @@ def relative(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def used(
-    mod: Any = None, mask: Any = CAUSAL, *, fixed: bool = False, of: Any = DIMS, p: float = 0.0
+    mod: Any = None,
+    mask: Any = CAUSAL,
+    *,
+    fixed: bool = False,
+    shared: bool = False,
+    of: Any = DIMS,
+    p: float = 0.0,
 ) -> str:
     """Return the name of the class of the main kernel that a backward uses."""
     qkv = [
-        torch.zeros(1, 2, 256, d, dtype=torch.bfloat16, requires_grad=True)
-        for d in (of[0], of[0], of[1])
+        torch.zeros(1, heads, 256, d, dtype=torch.bfloat16, requires_grad=True)
+        for heads, d in ((2, of[0]), (1 if shared else 2, of[0]), (1 if shared else 2, of[1]))
     ]
+    options: dict[str, Any] = {"deterministic": fixed, "enable_gqa": shared, "dropout_p": p}
     with emulation.session(execute=False), kernel.requested_sources() as sources:
-        out = flex_attention(*qkv, mod, mask, backend="emulate", deterministic=fixed, dropout_p=p)
+        out = flex_attention(*qkv, mod, mask, backend="emulate", **options)
         out.sum().backward()
     (source,) = (s for s in sources if s.name.startswith("backward"))
     return type(source.build().function).__name__
@@ -57,16 +65,36 @@ VARIANTS: list[tuple[dict[str, Any], str]] = [
     ({"mod": mods.softcap(20.0)}, "BackwardHd256"),
     ({"mask": None, "of": (256, 72)}, "BackwardHd256Roles"),
     ({"mod": relative}, "BackwardHd256"),
-    ({"fixed": True}, "BackwardHd256"),
+    ({"fixed": True}, "BackwardHd256Roles"),
+    ({"fixed": True, "shared": True}, "BackwardHd256"),
     ({"p": 0.1}, "BackwardHd256"),
     ({"of": (192, 192)}, "BackwardHd256"),
 ]
 
 
-@pytest.mark.parametrize(("variant", "name"), sampled(VARIANTS, 4))
+@pytest.mark.parametrize(("variant", "name"), sampled(VARIANTS, 5))
 def test_which_variants_have_this_kernel(variant: dict[str, Any], name: str) -> None:
-    """Slopes, sums score by score, a fixed order and dropout are left to the other kernel."""
+    """Slopes, sums score by score, turns at shared sums and dropout are left to the other kernel."""
     assert used(**variant) == name
+
+
+@pytest.mark.parametrize("mask", sampled([(CAUSAL,), (masks.sliding_window(90),)], 2), ids=str)
+def test_deterministic_bits_do_not_depend_on_workers_or_order(mask: Any) -> None:
+    bits = [
+        ordered("emulate", mode, ctas, DIMS, mask, heads=(1, 1))
+        for mode, ctas in (("eager", 1), ("check", 2), ("adversarial", 3))
+    ]
+    for other in bits[1:]:
+        assert all(map(torch.equal, bits[0], other))
+
+
+def test_sums_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with kernel.requested_sources() as sources:
+        check(draw(300, dims=DIMS), mask=CAUSAL, mode="adversarial")
+    keys = [s.key for s in sources if s.name.startswith("backward")]
+    assert keys
+    assert all("('sum_order', 'descending')" in key for key in keys)
 
 
 def test_shared_heads_and_batches() -> None:
@@ -93,7 +121,7 @@ def test_columns_that_no_query_keeps_have_no_gradient() -> None:
     [
         ({"head_dim": 192}, "192 and 256"),
         ({"block_q": 128}, "block_q=128"),
-        ({"sum_order": "ascending"}, "order of sums"),
+        ({"sum_order": "ascending", "accumulate": True}, "order of shared sums"),
         ({"with_dropout": True}, "dropout"),
     ],
 )
