@@ -62,7 +62,7 @@ def test_deterministic_gives_the_same_bits(kv_heads: int) -> None:
     assert seen == [True] * 41
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (192, 128), (256, 256)], ids=str)
 def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
     from attnkit.runtime.variant import Variant
     from attnkit.testing import Case
@@ -72,6 +72,26 @@ def test_deterministic_is_exact(dims: tuple[int, int]) -> None:
         case = Case(520, 400, batch=2, kv_batch=2, kv_heads=kv_heads, **sizes)
         mask = masks.causal() & masks.sliding_window(150)
         backward_kit.check(Variant(None, mask), case, deterministic=True)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_deterministic_gives_the_same_bits_of_short_sequences(dims: tuple[int, int]) -> None:
+    """One CTA computes a whole head here, for head dims up to 128."""
+    random = torch.Generator(kit.DEVICE).manual_seed(0)
+    made = [
+        torch.randn(2, 132, 500, d, generator=random, device=kit.DEVICE).to(BF16)
+        for d in (dims[0], dims[0], dims[1], dims[1])
+    ]
+    made[:3] = [t.requires_grad_() for t in made[:3]]
+    call = lambda *qkv: flex_attention(
+        *qkv, None, masks.causal(), backend=kit.BACKEND, deterministic=True
+    )
+    first = both_ways(call, made)
+    for _ in range(10):
+        assert same(both_ways(call, made), first)
+    plain = lambda *qkv: flex_attention(*qkv, None, masks.causal(), backend=kit.BACKEND)
+    for ours, other in zip(first, both_ways(plain, made), strict=True):
+        torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
