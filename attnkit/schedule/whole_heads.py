@@ -75,8 +75,7 @@ def choose_whole_heads(
     Returns:
         The schedule, or the reason against it.
     """
-    count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
-    if count > MOST * runs.batch * runs.heads * runs.q_blocks:
+    if not meets_few_kv_tiles(runs):
         return f"a q tile meets more than {MOST} kv tiles"
     limits = _limits(runs if head is None else head)
     if isinstance(limits, str):
@@ -103,6 +102,12 @@ def choose_whole_heads(
         goes_on=follows,
         saved=alternative - makespan,
     )
+
+
+def meets_few_kv_tiles(runs: BlockRuns) -> bool:
+    """Return whether a q tile meets at most `MOST` kv tiles on average, which whole heads require."""
+    count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
+    return count <= MOST * runs.batch * runs.heads * runs.q_blocks
 
 
 def _by_heads(runs: BlockRuns, other: Schedule) -> tuple[Schedule, Tensor]:

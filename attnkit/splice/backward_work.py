@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
-from attnkit.schedule.whole_heads import WholeHeads, choose_whole_heads
+from attnkit.schedule.whole_heads import WholeHeads, choose_whole_heads, meets_few_kv_tiles
 from attnkit.schedule.work_list import full_runs, packed, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_template import BackwardSettings
@@ -139,11 +139,12 @@ def build_tables(
         schedule, first = (led, "no CTA may wait for dQ") if leaders else (schedule, first)
     whole: WholeHeads | str = "sums of captured gradients leave no registers"
     if not learned:
-        choice = schedule, first
-        if settings.deterministic and settings.template.whole_heads(settings):
-            # alike on all devices, because the order of sums depends on it
-            choice = scheduled(runs, settings, query, key, REFERENCE_SMS, head)
-        whole = whole_heads(runs, settings, *choice, head)
+        other = schedule, first
+        possible = settings.template.whole_heads(settings) and meets_few_kv_tiles(runs)
+        if settings.deterministic and possible:
+            # chosen alike on all devices, because the order of sums depends on it
+            other = scheduled(runs, settings, query, key, REFERENCE_SMS, head)
+        whole = whole_heads(runs, settings, *other, head)
     if isinstance(whole, WholeHeads):
         schedule = whole.schedule._replace(workers=schedule.workers)
         first = "a CTA computes whole heads"
