@@ -309,7 +309,7 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether gradients are accumulated in a fixed order."""
+        """Return whether semaphores order the sums of gradients, see `BackwardWork.order`."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:

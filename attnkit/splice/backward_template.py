@@ -207,7 +207,7 @@ class BackwardSettings:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether gradients are accumulated in a fixed order."""
+        """Return whether semaphores order the sums of gradients."""
         return bool(self.values["sum_order"])
 
     @property

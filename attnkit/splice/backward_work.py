@@ -17,7 +17,8 @@ from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 
 UNIT = 64 * 64  # floats in one unit of the kernel's float32 accumulators in memory
-# With how many SMs a deterministic backward chooses between whole heads and semaphores, on any device.
+# A deterministic backward chooses between whole heads and semaphores for a device with this many SMs,
+# so that the bits of its gradients are the same on all devices.
 REFERENCE_SMS = 132
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
@@ -140,8 +141,11 @@ def build_tables(
     whole: WholeHeads | str = "sums of captured gradients leave no registers"
     if not learned:
         other = schedule, first
-        possible = settings.template.whole_heads(settings) and meets_few_kv_tiles(runs)
-        if settings.deterministic and possible:
+        if (
+            settings.deterministic
+            and settings.template.whole_heads(settings)
+            and meets_few_kv_tiles(runs)
+        ):
             # chosen alike on all devices, because the order of sums depends on it
             other = scheduled(runs, settings, query, key, REFERENCE_SMS, head)
         whole = whole_heads(runs, settings, *other, head)

@@ -1,10 +1,9 @@
 """Name the L2 cache policies that accesses to global memory pass as a hint.
 
-Some tensors are read or written once by a kernel, others by many work tiles. If the former leave L2
-first, more of the latter stays there. In the backward K, V, dK and dV are of the former kind, Q, dO
-and the sums of dQ of the latter. In the forward Q and the output are of the former kind. The sums of
-dQ leave last, unless a full bias passes through L2 beside them: each kv tile adds to them, which
-reads and writes their lines.
+A kernel reads or writes some tensors once, and others in many work tiles. If lines of the first kind
+leave L2 early, more lines of the second kind stay. In the backward K, V, dK and dV leave first, and in
+the forward Q and the output. The sums of dQ leave last, because each kv tile adds to them, which reads
+and writes their lines. A full bias also passes through L2; beside it they leave as others do.
 """
 
 from __future__ import annotations
@@ -38,5 +37,5 @@ def evict_normal() -> Any:
 
 
 def evict_last() -> Any:
-    """Return the policy of an access whose lines leave L2 after those of others."""
+    """Return the policy that keeps the lines of an access in L2 longer than those of others."""
     return Int64(CachePolicy.EVICT_LAST)

@@ -334,7 +334,8 @@ def place_roles_barriers(c: Hd256RolesConfig, base: cute.Pointer) -> RolesBarrie
     """Return the mbarriers, laid out in shared memory from address `base`."""
     load, own = place_hd256_barriers(c, base).load, base + hd256_barrier_count(c)
     p_full, p_empty, ds_full, ds_empty = (own + i for i in range(ROLES_BARRIERS))
-    chunk = ChunkBarriers(*(own + (ROLES_BARRIERS + CONSUMERS * i) for i in range(3)))
+    first = own + ROLES_BARRIERS  # unused without an order of sums
+    chunk = ChunkBarriers(*(first + CONSUMERS * i for i in range(len(fields(ChunkBarriers)))))
     return RolesBarriers(load, p_full, p_empty, ds_full, ds_empty, chunk)
 
 

@@ -240,7 +240,7 @@ class WholeHeads:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def complete(self, in_flight: int) -> None:
-        """Wait until all copies but the latest `in_flight` are complete, before more copies."""
+        """Wait until all bulk copies of this warp but the latest `in_flight` are complete."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
         fence_bulk()

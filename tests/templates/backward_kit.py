@@ -253,3 +253,13 @@ def ordered(
             found = gradients(backend, inputs, weights, captured(), mod, mask, None)
     assert session.ok, [str(r) for _, r in session.reports if not r.ok]
     return found
+
+
+def check_same_bits(dims: tuple[int, int], mask: Any) -> None:
+    """Check that sums in a fixed order have the same bits with any number of CTAs, in any order."""
+    first, *others = (
+        ordered("emulate", mode, ctas, dims, mask, heads=(1, 1))
+        for mode, ctas in (("eager", 1), ("check", 2), ("adversarial", 3))
+    )
+    for other in others:
+        assert all(map(torch.equal, first, other))

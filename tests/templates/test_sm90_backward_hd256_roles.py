@@ -22,9 +22,9 @@ from tests.templates.backward_kit import (
     CAUSAL,
     FP16,
     check,
+    check_same_bits,
     draw,
     gradients,
-    ordered,
     poisoned,  # noqa: F401
 )
 
@@ -80,12 +80,7 @@ def test_which_variants_have_this_kernel(variant: dict[str, Any], name: str) -> 
 
 @pytest.mark.parametrize("mask", sampled([(CAUSAL,), (masks.sliding_window(90),)], 2), ids=str)
 def test_deterministic_bits_do_not_depend_on_workers_or_order(mask: Any) -> None:
-    bits = [
-        ordered("emulate", mode, ctas, DIMS, mask, heads=(1, 1))
-        for mode, ctas in (("eager", 1), ("check", 2), ("adversarial", 3))
-    ]
-    for other in bits[1:]:
-        assert all(map(torch.equal, bits[0], other))
+    check_same_bits(DIMS, mask)
 
 
 def test_sums_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
