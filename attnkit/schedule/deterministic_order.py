@@ -2,8 +2,9 @@
 
 Floating-point sums depend on their order. So in deterministic mode each dQ tile (b, h, q) adds the
 contributions of its kv tiles in one fixed order: the order of the schedule, "ascending" or
-"descending" in kv. Each dQ tile has one int32 semaphore: the number of the kv tile that may add
-next.
+"descending" in kv. In a descending order, the kv tiles with the highest indices may come after the
+others (`attnkit.schedule.short_tail`). Each dQ tile has one int32 semaphore: the number of the kv
+tile that may add next.
 
     wait until semaphore[b, h, q] == n        # n: my kv tile
     dQ[b, h, q] += contribution
@@ -11,7 +12,7 @@ next.
 
 Semaphores start as `first`, and the last contributor sets `first` again, so the next launch can use
 the same buffer. `after` is n + 1 (n - 1 for "descending") except at the end of a run of visited
-tiles, so a kernel reads `visited` only there.
+tiles, so a kernel reads `visited` only there, and where kv tiles come at the end.
 
 Why this cannot deadlock, for any number of workers:
 
@@ -59,11 +60,14 @@ class DeterministicOrder:
     """Defines the order in which the work tiles of a backward schedule add to shared sums.
 
     Attributes:
-        first: int32 [runs.batch * runs.heads * q blocks], the kv tile that adds first to each dQ
-            tile (b, h, q block); -1 if no kv tile visits it.
+        first: int32 [batch * heads * q blocks], the kv tile that adds first to each dQ tile
+            (b, h, q block); -1 if no kv tile visits it.
         last: the same for the kv tile that adds last.
-        visited: the FULL and PARTIAL runs of each such q tile, merged.
-        step: 1 if the order ascends in kv, -1 if it descends.
+        mask_row: int64, the row of `visited` of each dQ tile.
+        visited: the FULL and PARTIAL runs of each q tile of the mask, merged.
+        step: 1 if the order ascends in kv, -1 if it descends. If the last kv tile of a dQ tile is
+            above its first in a descending order, the dQ tile has one run, and the order goes on
+            from its lowest to its highest kv tile.
         group: int32 [work tiles, 2], (position, size). Work tiles that add to dK and dV of the same
             (b, kv head, kv tile) form a group of this size, and add in order of their positions,
             from 0. The last one resets the group's counter to 0. Work tiles that visit no tile are
@@ -72,6 +76,7 @@ class DeterministicOrder:
 
     first: Tensor
     last: Tensor
+    mask_row: Tensor
     visited: Runs
     step: int
     group: Tensor
@@ -82,23 +87,25 @@ class DeterministicOrder:
         After the last kv tile, the result is `first`.
 
         Args:
-            row, column: int64 [n].
+            row: int64 [n], indices in `first`.
+            column: int64 [n], kv tiles that visit these rows.
 
         Returns:
             int64 [n].
         """
+        first, last = (t[row].to(torch.int64) for t in (self.first, self.last))
+        row = self.mask_row[row]
         ends = (self.visited.start + self.visited.length).to(torch.int64)
         width = int(ends.max()) + 1
-        pointers = self.visited.row_ptr.to(torch.int64)
-        keys = row_indices(pointers.diff()) * width + self.visited.start
+        keys = row_indices(self.visited.row_ptr.diff()) * width + self.visited.start
         run = searchsorted_right(keys, row * width + column) - 1
         edge = (ends[run] - 1 if self.step > 0 else self.visited.start[run]).to(torch.int64)
-        other = run + self.step
-        outside = (other < pointers[row]) | (other >= pointers[row + 1])
-        other = other.clamp(0, ends.numel() - 1)
+        other = (run + self.step).clamp(0, ends.numel() - 1)
         jump = self.visited.start[other].to(torch.int64) if self.step > 0 else ends[other] - 1
-        jump = torch.where(outside, self.first[row].to(torch.int64), jump)
-        return torch.where(column == edge, jump, column + self.step)
+        if self.step < 0:
+            jump = torch.where(last > first, ends[run].to(torch.int64) - 1, jump)
+        following = torch.where(column == edge, jump, column + self.step)
+        return torch.where(column == last, first, following)
 
 
 def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrder:
@@ -119,8 +126,13 @@ def deterministic_order(runs: BlockRuns, schedule: Schedule) -> DeterministicOrd
         )
     step = 1 if schedule.order == "ascending" else -1
     visited = merge_runs(runs.full, runs.partial, runs.kv_blocks)
-    first, last = _first(visited, step), _first(visited, -step)
-    return DeterministicOrder(first, last, visited, step, _groups(schedule))
+    shape, size = schedule.shape, (runs.batch, runs.heads, runs.q_blocks)
+    row = torch.arange(visited.rows, device=runs.device).view(size)
+    row = row.expand(shape.batch, shape.heads, -1).reshape(-1)
+    first, last = _first(visited, step)[row], _first(visited, -step)[row]
+    if step < 0:
+        first, last = _with_tail(first, last, _highest(schedule), runs.q_blocks)
+    return DeterministicOrder(first, last, row, visited, step, _groups(schedule))
 
 
 def merge_runs(full: Runs, partial: Runs, columns: int) -> Runs:
@@ -154,6 +166,31 @@ def _first(visited: Runs, step: int) -> Tensor:
         last = pointers[1:][some] - 1
         first[some] = visited.start[last] + visited.length[last] - 1
     return first
+
+
+def _highest(schedule: Schedule) -> Tensor:
+    """Return the kv tile of each head's first work tile in the list, int32 [batch * heads]."""
+    head = schedule.b.to(torch.int64) * schedule.shape.heads + schedule.h
+    place = torch.arange(head.numel(), device=head.device)
+    count = schedule.shape.batch * schedule.shape.heads
+    first = place.new_full((count,), head.numel()).scatter_reduce(0, head, place, "amin")
+    return schedule.tile[first]
+
+
+def _with_tail(
+    first: Tensor, last: Tensor, highest: Tensor, q_blocks: int
+) -> tuple[Tensor, Tensor]:
+    """Return the first and the last kv tile of each dQ tile if those above `highest` come last.
+
+    Args:
+        first, last: int32 [heads * q blocks], the highest and the lowest kv tile; -1 if there is
+            none.
+        highest: int32 [heads].
+        q_blocks: dQ tiles of a head.
+    """
+    highest = highest.repeat_interleave(q_blocks)
+    both = (last <= highest) & (highest < first)
+    return torch.where(both, highest, first), torch.where(both, highest + 1, last)
 
 
 def _groups(schedule: Schedule) -> Tensor:

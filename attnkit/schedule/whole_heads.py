@@ -123,9 +123,7 @@ def _by_heads(runs: BlockRuns, other: Schedule) -> tuple[Schedule, Tensor]:
     rank = torch.argsort(cycles, descending=True, stable=True)
     place = torch.where(visited, torch.argsort(rank)[head], cycles.numel())
     order = torch.argsort(place, stable=True)
-    names = ("b", "h", "tile", "partial", "full", "slot", "cost")
-    ordered = {name: getattr(plain, name)[order] for name in names}
-    return plain._replace(**ordered), cycles[rank]
+    return plain.reordered(order), cycles[rank]
 
 
 def _visits(schedule: Schedule) -> Tensor:

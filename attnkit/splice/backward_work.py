@@ -10,6 +10,7 @@ from torch import Tensor
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
+from attnkit.schedule.short_tail import with_short_tail
 from attnkit.schedule.whole_heads import WholeHeads, choose_whole_heads, meets_few_kv_tiles
 from attnkit.schedule.work_list import full_runs, packed, retile
 from attnkit.sparsity.block_runs import BlockRuns
@@ -17,8 +18,8 @@ from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
 
 UNIT = 64 * 64  # floats in one unit of the kernel's float32 accumulators in memory
-# A deterministic backward chooses between whole heads and semaphores for a device with this many SMs,
-# so that the bits of its gradients are the same on all devices.
+# A deterministic backward is scheduled for a device with this many SMs, and chooses between whole
+# heads and semaphores for it, so that the bits of its gradients are the same on all devices.
 REFERENCE_SMS = 132
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
@@ -242,14 +243,17 @@ def scheduled(
         kv_batch=key.shape[0],
         batch_together=settings.bias_first,
     )
-    schedule = schedule_backward(
-        runs,
-        shape,
-        workers=max(1, workers // settings.ctas),
-        cost=template.cost(settings),
-        order=settings.values["sum_order"] or "longest",
-        split=template.splits(settings),
-    )
+    workers = max(1, workers // settings.ctas)
+    if settings.deterministic:
+        schedule = fixed_order(runs, settings, shape)._replace(workers=workers)
+    else:
+        schedule = schedule_backward(
+            runs,
+            shape,
+            workers=workers,
+            cost=template.cost(settings),
+            split=template.splits(settings),
+        )
     if always_adds or not template.first_writer(settings):
         return schedule, "this kernel always adds"
     if settings.deterministic:
@@ -257,6 +261,19 @@ def scheduled(
     floats = batch * heads * runs.q_blocks * rows * wide
     choice = choose_first_writers(runs, schedule, floats, head)
     return (schedule, choice) if isinstance(choice, str) else choice
+
+
+def fixed_order(runs: BlockRuns, settings: BackwardSettings, shape: Shape) -> Schedule:
+    """Schedule the kv tiles in an order of sums that is the same for all devices."""
+    schedule = schedule_backward(
+        runs,
+        shape,
+        workers=max(1, REFERENCE_SMS // settings.ctas),
+        cost=settings.template.cost(settings),
+        order=settings.values["sum_order"],
+        split=False,
+    )
+    return with_short_tail(runs, schedule) if schedule.order == "descending" else schedule
 
 
 def batch_ascends(schedule: Schedule) -> bool:
@@ -316,15 +333,13 @@ def _order(
         starts of the visited runs; their lengths; [work tiles, 2], see `DeterministicOrder.group`.
     """
     visited = order.visited
-    rows = torch.stack([visited.row_ptr[:-1], visited.row_ptr[1:], order.first, order.last], 1)
-    full = (shape.batch, shape.heads, runs.q_blocks)
-    mask_shape = (runs.batch, runs.heads, runs.q_blocks)
-    first = order.first.view(mask_shape).expand(full).reshape(-1, 1).expand(-1, semaphores[0])
+    begin, end = visited.row_ptr[:-1][order.mask_row], visited.row_ptr[1:][order.mask_row]
+    first = order.first[:, None].expand(-1, semaphores[0])
     pairs = (shape.kv_batch or shape.batch) * (shape.kv_heads or shape.heads) * runs.kv_blocks
     others = order.first.new_zeros(shared * 2 * semaphores[1] * pairs)
     return (
         torch.cat([first.reshape(-1), others]),
-        rows.view(*mask_shape, 4).expand(*full, 4).reshape(-1, 4).contiguous(),
+        torch.stack([begin, end, order.first, order.last], 1),
         visited.start,
         visited.length,
         order.group,

@@ -70,6 +70,9 @@ def poll_turn(semaphore: cute.Pointer, turn: Int32, chunk: Int32):
 def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
     """Return the kv block that adds to a row after kv block `turn`; the first one after the last.
 
+    If the last kv block of a descending order is above the first, the row has one run, and the order
+    goes on from its lowest to its highest kv block (`attnkit.schedule.short_tail`).
+
     Args:
         ascending: whether kv blocks add in ascending order.
         turn: the kv block that adds now.
@@ -85,6 +88,11 @@ def following_turn(ascending: Constexpr, turn: Int32, row: tuple, tables: list):
             ascending, turn, (low, high), tables[OrderTable.RUN_START],
             tables[OrderTable.RUN_LENGTH],
         )  # fmt: skip
+    if const_expr(not ascending):
+        if last > first:
+            lowest = tables[OrderTable.RUN_START][low]
+            if turn == lowest:
+                following = lowest + tables[OrderTable.RUN_LENGTH][low] - 1
     return following
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from attnkit.errors import OptionError, ShapeError
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order, merge_runs
-from attnkit.schedule.scheduler import MONOTONE, Shape, schedule_backward, schedule_forward
+from attnkit.schedule.scheduler import (
+    MONOTONE,
+    Schedule,
+    Shape,
+    schedule_backward,
+    schedule_forward,
+)
 from attnkit.schedule.simulator import simulate
 from attnkit.sparsity.block_runs import BlockRuns, Runs
 from tests.schedule.schedule_cases import Case, cases, walked
@@ -21,10 +28,8 @@ Key = tuple[int, int, int]
 deterministic = cases(orders=MONOTONE, backward=True, most=8)
 
 
-def mask_row(case: Case, b: int, h: int, q: int) -> int:
-    runs = case.runs
-    pair = (b if runs.batch > 1 else 0) * runs.heads + (h if runs.heads > 1 else 0)
-    return pair * runs.q_blocks + q
+def dq_tile(case: Case, b: int, h: int, q: int) -> int:
+    return (b * case.shape.heads + h) * case.runs.q_blocks + q
 
 
 def after(turn: DeterministicOrder, row: int, column: int) -> int:
@@ -44,8 +49,8 @@ def test_joined_runs_are_the_kept_tiles(case: Case) -> None:
 @given(case=deterministic)
 def test_turns_pass_through_the_kept_tiles_and_back_to_the_first(case: Case) -> None:
     turn = deterministic_order(case.runs, case.schedule())
-    states = case.runs.states().flatten(0, 2) > 0
-    for row, kept in enumerate(states):
+    states = case.runs.states().expand(case.shape.batch, case.shape.heads, -1, -1) > 0
+    for row, kept in enumerate(states.flatten(0, 2)):
         columns = kept.nonzero().squeeze(1).tolist()[:: turn.step]
         if not columns:
             assert int(turn.first[row]) == int(turn.last[row]) == -1
@@ -70,7 +75,7 @@ def test_every_turn_comes_after_work_tiles_earlier_in_the_list(case: Case, worke
             assert ((b, h, q), n) not in place
             place[(b, h, q), n] = work_tile
     for ((b, h, q), n), work_tile in place.items():
-        row = mask_row(case, b, h, q)
+        row = dq_tile(case, b, h, q)
         following = after(turn, row, n)
         if following != int(turn.first[row]):
             assert place[(b, h, q), following] > work_tile
@@ -124,7 +129,7 @@ def execute(
     """
     rows = case.runs.q_blocks
     semaphore = {
-        (b, h, q): int(turn.first[mask_row(case, b, h, q)])
+        (b, h, q): int(turn.first[dq_tile(case, b, h, q)])
         for b in range(case.shape.batch) for h in range(case.shape.heads) for q in range(rows)
     }  # fmt: skip
     added: dict[Key, list[int]] = {key: [] for key in semaphore}
@@ -155,7 +160,7 @@ def execute(
             if semaphore[key] != n:
                 return False
             added[key].append(n)
-            semaphore[key] = after(turn, mask_row(case, *key), n)
+            semaphore[key] = after(turn, dq_tile(case, *key), n)
             left.pop(0)
             return True
         if not work_tiles[work_tile][2] + work_tiles[work_tile][3]:
@@ -178,6 +183,22 @@ def execute(
     return added, semaphore
 
 
+def check_any_order(
+    case: Case, schedule: Schedule, turn: DeterministicOrder, workers: int,
+    pick: Callable[[int], int],
+) -> None:  # fmt: skip
+    """Check that every dQ tile adds its kv tiles in list order, and that semaphores are reset."""
+    work_tiles = walked(case, schedule)
+    expected: dict[Key, list[int]] = {}
+    for (b, h, n), _, partial, full in work_tiles:
+        for q in partial + full:
+            expected.setdefault((b, h, q), []).append(n)
+    added, semaphore = execute(case, turn, work_tiles, None, workers, pick)
+    for key, columns in added.items():
+        assert columns == expected.get(key, [])
+        assert semaphore[key] == int(turn.first[dq_tile(case, *key)])
+
+
 @given(case=deterministic, workers=st.integers(1, 7), static=st.booleans(), data=st.data())
 def test_any_workers_at_any_speed_end_with_one_order(
     case: Case, workers: int, static: bool, data: st.DataObject
@@ -193,7 +214,7 @@ def test_any_workers_at_any_speed_end_with_one_order(
     states = (case.runs.states() > 0).expand(case.shape.batch, case.shape.heads, -1, -1)
     for (b, h, q), columns in added.items():
         assert columns == states[b, h, q].nonzero().squeeze(1).tolist()[:: turn.step]
-        assert semaphore[b, h, q] == int(turn.first[mask_row(case, b, h, q)])
+        assert semaphore[b, h, q] == int(turn.first[dq_tile(case, b, h, q)])
 
 
 @given(case=deterministic, workers=st.integers(1, 7), data=st.data())
@@ -235,7 +256,7 @@ def test_the_protocol_does_deadlock_with_a_list_in_another_order() -> None:
     schedule = schedule_backward(runs, shape, workers=2, order="ascending", split=False)
     case = Case(runs, shape, 2, schedule.prices, 1, "ascending", False, True)
     turn, work_tiles = deterministic_order(runs, schedule), walked(case, schedule)
-    turn = DeterministicOrder(turn.first, turn.last, turn.visited, turn.step, turn.group.flip(0))
+    turn = replace(turn, group=turn.group.flip(0))
     with pytest.raises(Deadlock):
         execute(case, turn, work_tiles[::-1], None, 2, lambda n: 0)
 
@@ -252,7 +273,7 @@ def test_turns_of_a_million_tokens_need_no_tiles() -> None:
     schedule = schedule_backward(runs, Shape(1, 4, 1 << 16), workers=132, order="descending")
     turn = deterministic_order(runs, schedule)
     assert turn.visited.start.numel() == count
-    assert torch.equal(turn.first, rows[:-1])
+    assert torch.equal(turn.first, rows[:-1].repeat(4))
     assert turn.after(torch.tensor([5, 5, 0]), torch.tensor([5, 0, 0])).tolist() == [4, 5, 0]
 
 

@@ -17,9 +17,11 @@ from attnkit import BlockMask, create_block_mask, flex_attention, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
+from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
+from attnkit.templates.common.semaphore import OrderRow, OrderTable
 from tests.sampling import diagonal, first_of, sampled
 from tests.templates.backward_kit import (
     BF16,
@@ -29,7 +31,9 @@ from tests.templates.backward_kit import (
     check,
     draw,
     every_other,
+    forget,
     gradients,
+    observed,
     ordered,
     poisoned,  # noqa: F401
 )
@@ -186,6 +190,32 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
     first = ordered("emulate", "eager", 2, name=name)
     second = ordered("emulate", "adversarial", 3, name=name)
     assert all(map(torch.equal, first, second))
+
+
+def late_kv_tiles(runs: BlockRuns, schedule: Schedule) -> Schedule:
+    """Move the last two kv tiles of head 0 to the end, as `with_short_tail` does in long lists."""
+    late = (schedule.h == 0) & (schedule.tile >= schedule.blocks - 2)
+    place = torch.where(late, schedule.blocks - schedule.tile, 0)
+    return schedule.reordered(torch.argsort(place, stable=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
+def test_turns_of_kv_tiles_at_the_end_of_the_list(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims, heads = (dim, dim), (2, 2)
+    plain = ordered("emulate", "eager", 2, dims, heads=heads)
+    monkeypatch.setattr(backward_work, "with_short_tail", late_kv_tiles)
+    works = observed(monkeypatch, 2)
+    first = ordered("emulate", "check", 2, dims, heads=heads)
+    rows = works[-1].order[OrderTable.ROW]
+    assert bool((rows[:, OrderRow.LAST_TURN] > rows[:, OrderRow.FIRST_TURN]).any())
+    forget(monkeypatch)
+    second = ordered("emulate", "adversarial", 3, dims, heads=heads)
+    assert all(map(torch.equal, first, second))
+    for ours, other in zip(first, plain, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0.02, atol=0.02)
+    assert torch.equal(first[0][:, 1], plain[0][:, 1])  # the other head has the same order
 
 
 def test_turns_pass_tiles_that_keep_nothing() -> None:
