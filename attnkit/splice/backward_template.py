@@ -146,7 +146,11 @@ class BackwardSettings:
 
         Their sums need no `sum_order`, because a CTA adds the parts of a head in a fixed order.
         """
-        return self._with("whole_heads")._with("sum_order", "")
+        return self._with("whole_heads").in_any_order()
+
+    def in_any_order(self) -> BackwardSettings:
+        """Return a copy of the settings for sums in any order."""
+        return self._with("sum_order", "")
 
     def with_leaders(self) -> BackwardSettings:
         """Return a copy of the settings with `leaders` set to True."""

@@ -147,8 +147,9 @@ def build_tables(
             and settings.template.whole_heads(settings)
             and meets_few_kv_tiles(runs)
         ):
-            # chosen alike on all devices, because the order of sums depends on it
-            other = scheduled(runs, settings, query, key, REFERENCE_SMS, head)
+            # Whole heads add in a fixed order anyway, so they are chosen wherever they are faster than
+            # any order; alike on all devices, because the order of sums depends on it.
+            other = scheduled(runs, settings.in_any_order(), query, key, REFERENCE_SMS, head)
         whole = whole_heads(runs, settings, *other, head)
     if isinstance(whole, WholeHeads):
         schedule = whole.schedule._replace(workers=schedule.workers)
