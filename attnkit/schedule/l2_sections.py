@@ -92,6 +92,45 @@ def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, le
     return best
 
 
+def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: int) -> int:
+    """Return how many units a section takes if sums over the rows of a unit have a fixed order.
+
+    A row then waits at each tile until the row before it has added there, which takes some time
+    (`attnkit.schedule.deterministic_order`). With more units in a section, the rows of a unit begin
+    further apart, so that they need not wait. But with too many of them, a tile has left L2 when the
+    next row reads it.
+
+    Between two reads of a tile, the workers visit n * t + d * w tiles, for n units in a section, t tiles
+    of a row, w workers, and rows that each begin d tiles after the row before. Where d is 0, rows
+    begin at the same tile and only waits keep them apart, so that more units do no harm.
+
+    Args:
+        kinds, rows, capacity: see `sections`.
+        workers: number of workers.
+    """
+    total = sum(int(kind.length.sum()) for kind in kinds)
+    mean = max(1.0, total / kinds[0].rows)
+    drift = _drift(kinds, rows)
+    room = capacity - drift * workers if drift > 0 else 2 * capacity
+    return max(-(-workers // rows), round(room / mean))
+
+
+def _drift(kinds: tuple[Runs, ...], rows: int) -> float:
+    """Return by how many tiles the first tile of a row increases from row to row, on average.
+
+    The average is taken over the rows of a unit that visit tiles; 0 if they begin earlier.
+    """
+    none = torch.iinfo(torch.int64).max
+    first = kinds[0].row_ptr.new_full((kinds[0].rows,), none, dtype=torch.int64)
+    for kind in kinds:
+        row = row_indices(kind.row_ptr.to(torch.int64).diff())
+        first.scatter_reduce_(0, row, kind.start.to(torch.int64), "amin")
+    first = first.view(-1, rows)
+    steps, ends = first[:, 1:] - first[:, :-1], first < none
+    both = ends[:, 1:] & ends[:, :-1]
+    return max(0.0, float(steps[both].double().mean())) if bool(both.any()) else 0.0
+
+
 def sections(
     kinds: tuple[Runs, ...],
     units: int,

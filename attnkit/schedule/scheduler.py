@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.schedule.l2_sections import sections, unit_of_rows
+from attnkit.schedule.l2_sections import sections, unit_of_rows, units_in_order
 from attnkit.schedule.split_kv import (
     GRAIN,
     Cost,
@@ -330,9 +330,11 @@ class _Work:
         if self.order == "grid":
             return torch.zeros_like(unit)
         capacity = self.l2_bytes // self.shape.tile_bytes
+        if self.backward and self.order in MONOTONE:  # sums in a fixed order
+            size = units_in_order((full, partial), blocks, capacity, self.workers)
+            return unit * -(-units // size) // units
         members = unit.numel() // (units * blocks)
-        # sections need enough rows to keep the workers busy; a fixed order of a head's tiles is
-        # never cut into sections
+        # sections need enough rows to keep the workers busy; other orders cut no head
         least = -(-self.workers // members) if self.order == "longest" else blocks + 1
         most = unit.numel() // self.workers
         # a "falling" list ends unevenly with sections that are a bit too small for all workers
