@@ -8,7 +8,8 @@ A warp adds a chunk once its turn has come. The turn passes to the next kv block
 complete in memory, which takes as long as the MMAs of a block. Meanwhile the warp adds the next
 chunk, if it is ready and has its turn. The warp does not pass the turn itself, because a fence
 would wait for all copies in flight. It reports complete chunks to another warp, which passes their
-turns.
+turns. It reads the turn of a chunk when that is ready, not earlier, because the fence after the
+read waits for copies in flight too. While a copy is in flight, it looks up who follows.
 
 There is no deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it
 added. The warp that passes turns serves both consumers alternately. A report of one consumer may
@@ -46,8 +47,10 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
-LANDING = 1000  # nanoseconds until a bulk reduction is complete in memory
-LANDED_WORDS = 3  # chunk, turn, following turn: the first words of the note
+# Nanoseconds to wait for the next chunk before reporting the one in flight. A bulk reduction takes
+# about 2000 until it is complete in memory, and a consumer as long for the next chunk.
+LANDING = 2000
+LANDED_WORDS = 2  # chunk and following turn
 
 
 class DeterministicReduce:
@@ -70,34 +73,26 @@ class DeterministicReduce:
         semaphores = order[OrderTable.SEMAPHORE]
         chunk_ready = bars.ready + wg
         release_staging(wg)
-        # ready: a chunk whose turn has come; pending: a chunk in flight that is not reported yet
-        ready, pending, count = Int32(-1), Int32(-1), Int32(0)
-        pending_turn, pending_following = Int32(0), Int32(0)
+        # a chunk in flight that is not reported yet, and the turn after its own; number of reports
+        pending, following, count = Int32(-1), Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
         while chunk >= 0:
             if pending >= 0:
                 # if the consumer is slower than the copy, report before waiting for the consumer
                 if not device.try_wait(chunk_ready, phase, LANDING):
-                    count = self.report(
-                        (pending, pending_turn, pending_following), 0, count, info, bars, wg
-                    )
+                    count = self.report((pending, following), 0, count, info, bars, wg)
                     pending = Int32(-1)
             cute.arch.mbarrier_wait(chunk_ready, phase)
             phase = phase ^ 1
             chunk = read_note(info, wg, ChunkNote.CHUNK)
             if chunk >= 0:
                 turn = read_note(info, wg, ChunkNote.TURN)
-                following = read_note(info, wg, ChunkNote.FOLLOWING)
-                next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
+                known = read_note(info, wg, ChunkNote.FOLLOWING)
                 first = chunk >= FIRST_WRITER
                 chunk = chunk & (FIRST_WRITER - 1)
-                if pending >= 0 and chunk != ready:
-                    ready = poll_turn(semaphores.iterator + chunk, turn, chunk)
-                if chunk != ready:
+                if poll_turn(semaphores.iterator + chunk, turn, chunk) < 0:
                     if pending >= 0:  # avoid a deadlock: this wait may depend on the report
-                        count = self.report(
-                            (pending, pending_turn, pending_following), 0, count, info, bars, wg
-                        )
+                        count = self.report((pending, following), 0, count, info, bars, wg)
                         pending = Int32(-1)
                     wait_turn(semaphores.iterator + chunk, turn)
                     fence_bulk()
@@ -110,22 +105,16 @@ class DeterministicReduce:
                 else:
                     add_chunk(target, staging + wg * c.chunk, c.chunk)
                 if pending >= 0:
-                    count = self.report(
-                        (pending, pending_turn, pending_following), 1, count, info, bars, wg
-                    )
+                    count = self.report((pending, following), 1, count, info, bars, wg)
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 release_staging(wg)
-                pending, pending_turn, pending_following = chunk, turn, following
-                ready = Int32(-1)
-                if next_chunk >= 0:
-                    next_chunk = next_chunk & (FIRST_WRITER - 1)
-                    ready = poll_turn(semaphores.iterator + next_chunk, turn, next_chunk)
+                pending, following = chunk, known
+                if known < 0:
+                    following = self.look_up(chunk, turn, order)
         if pending >= 0:
-            count = self.report(
-                (pending, pending_turn, pending_following), 0, count, info, bars, wg
-            )
-        self.report((Int32(-1), Int32(0), Int32(0)), 0, count, info, bars, wg)
+            count = self.report((pending, following), 0, count, info, bars, wg)
+        self.report((Int32(-1), Int32(0)), 0, count, info, bars, wg)
 
     @cute.jit
     def report(
@@ -135,8 +124,7 @@ class DeterministicReduce:
         """Wait until a chunk is complete in memory, and report it to the warp that passes turns.
 
         Args:
-            pending: (chunk, turn, following turn). A chunk of -1 means that no more chunks follow,
-                a following turn of -1 that it is not known.
+            pending: (chunk, following turn). A chunk of -1 means that no more chunks follow.
             in_flight: number of later chunks that may still be in flight.
             count: number of earlier reports.
             info: int32 words in shared memory.
@@ -156,6 +144,13 @@ class DeterministicReduce:
         return count + 1
 
     @cute.jit
+    def look_up(self, chunk: Int32, turn: Int32, order: list):
+        """Return the turn after that of a chunk of dQ."""
+        rows, row = order[OrderTable.ROW], chunk >> (self.config.chunks.bit_length() - 1)
+        entry = tuple(rows[row, i] for i in OrderRow)
+        return following_turn(self.config.sum_order == "ascending", turn, entry, order)
+
+    @cute.jit
     def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):
         """Run the warp that passes the turns of complete chunks, alternately for both consumers.
 
@@ -165,27 +160,13 @@ class DeterministicReduce:
         while chunk >= 0:
             for wg in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.mbarrier_wait(bars.landed + wg, count & 1)
-                chunk, turn, following = (
+                chunk, following = (
                     info[Word.LANDED + NOTE_WORDS * wg + i] for i in range(LANDED_WORDS)
                 )
                 cute.arch.mbarrier_arrive(bars.landed_ack + wg)  # every lane has read the words
                 if chunk >= 0:
-                    self.pass_turn(chunk, turn, following, order)
+                    cute.arch.fence_acq_rel_gpu()
+                    with cute.arch.elect_one():
+                        semaphore = order[OrderTable.SEMAPHORE].iterator + chunk
+                        cute.arch.store(semaphore, following, sem="relaxed", scope="gpu")
             count += 1
-
-    @cute.jit
-    def pass_turn(self, chunk: Int32, turn: Int32, following: Int32, order: list):
-        """Pass the turn of a chunk that is complete in memory to the next kv block."""
-        rows, row = order[OrderTable.ROW], chunk >> (self.config.chunks.bit_length() - 1)
-        low, high, first, last = Int32(0), Int32(0), Int32(0), Int32(0)
-        if following < 0:  # before the fence, which would delay these loads
-            low, high = rows[row, OrderRow.RUNS_BEGIN], rows[row, OrderRow.RUNS_END]
-            first, last = rows[row, OrderRow.FIRST_TURN], rows[row, OrderRow.LAST_TURN]
-        cute.arch.fence_acq_rel_gpu()
-        if following < 0:
-            ascending = self.config.sum_order == "ascending"
-            following = following_turn(ascending, turn, (low, high, first, last), order)
-        with cute.arch.elect_one():
-            cute.arch.store(
-                order[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed", scope="gpu"
-            )

@@ -205,9 +205,9 @@ class Epilogue:
             at = Word.NOTE + NOTE_WORDS * wg
             info[at + ChunkNote.CHUNK] = note[0]
             if const_expr(self.config.sum_order):
-                for i in cutlass.range_constexpr(1, NOTE_WORDS):
-                    info[at + i] = note[i] if i < len(note) else Int32(-1)
-            if const_expr(self.config.first_writer or self.config.leaders):
+                for i in (ChunkNote.TURN, ChunkNote.FOLLOWING):
+                    info[at + i] = note[i]
+            elif const_expr(self.config.first_writer or self.config.leaders):
                 info[at + ChunkNote.NEXT_CHUNK] = note[3] if len(note) > 3 else Int32(-1)
             if const_expr(self.config.leaders and len(note) > 4):
                 record = record_of(self.config, note[4] & 1)

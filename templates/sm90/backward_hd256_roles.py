@@ -536,6 +536,5 @@ class BackwardHd256Roles(BackwardHd256):
         chunk = row * (CONSUMERS * parts) + (w.out.wg * parts + part)
         note: tuple = (chunk,)
         if self.config.sum_order:
-            following = chunk + 1 if part == 0 else Int32(-1)  # the next q block is not known
-            note = chunk, w.smem.info[RECORD + WorkTile.KV_BLOCK], Int32(-1), following
+            note = chunk, w.smem.info[RECORD + WorkTile.KV_BLOCK], Int32(-1)
         self.epilogue.send(w.mma.dq, note, w.out)

@@ -59,7 +59,7 @@ class ChunkNote(IntEnum):
     CHUNK = 0  # index of the chunk in the sums; -1: no more chunks follow
     TURN = 1  # deterministic: the turn at which to add the chunk
     FOLLOWING = 2  # deterministic: the turn after it; -1: look it up
-    NEXT_CHUNK = 3  # index of the consumer's next chunk; -1: not known
+    NEXT_CHUNK = 3  # any order: index of the consumer's next chunk; -1: not known
     NEXT_KV_BLOCK = 2  # leaders: the kv block of that chunk
     # whole heads: of the chunk
     HEAD = 1
@@ -78,8 +78,8 @@ class Word:
 
     PACKED_ROW = 4  # packed heads: the query position of each Q stage's first row
     NOTE = 16  # a `ChunkNote` for each consumer
-    # Deterministic: chunk, turn and following turn of a chunk that is complete in memory, for each
-    # consumer; 16 bytes apart, because the assembler reads four words at once.
+    # Deterministic: chunk and following turn of a chunk that is complete in memory, for each consumer;
+    # 16 bytes apart, because the assembler reads four words at once.
     LANDED = 32
     NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
     BIAS_NOTES = 32  # with a copied bias: two notes, see `backward_bias_in_smem`
