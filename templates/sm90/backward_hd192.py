@@ -13,11 +13,8 @@ through shared memory. Each consumer computes its half of the columns of dQ = dS
 q block, for which both halves of dS are ready. It adds dQ to float32 sums from registers. Shared
 memory has no room to stage it, and its bandwidth is nearly exhausted.
 
-With a fixed order of sums, two warps wait for turns and pass them on while the consumers compute,
-see `backward_hd256_deterministic`.
-
-Variants whose score_mod has a slope, gradients of captured tensors, and sums in a fixed order whose
-dK and dV query heads share use `backward_hd256`.
+Variants whose score_mod has a slope, gradients of captured tensors and sums in a fixed order use
+`backward_hd256`.
 """
 
 from __future__ import annotations
@@ -49,13 +46,7 @@ from attnkit.templates.sm90.backward_hd192_mma import (
     hd192_smem_layouts,
     hd192_tiled_mmas,
 )
-from attnkit.templates.sm90.backward_hd256 import (
-    COLUMNS,
-    PASS_TURN_WARP,
-    WAIT_TURN_WARP,
-    add,
-)
-from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Deterministic
+from attnkit.templates.sm90.backward_hd256 import COLUMNS, add
 from attnkit.templates.sm90.backward_mma import in_layout_of
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
 from attnkit.templates.sm90.backward_shared import (
@@ -64,12 +55,12 @@ from attnkit.templates.sm90.backward_shared import (
     THREADS,
     WARPGROUP,
     WARPS,
-    Hd192Barriers,
+    Barriers,
     Hd256Barrier,
     Word,
-    hd192_barrier_count,
-    init_hd192_barriers,
-    place_hd192_barriers,
+    barrier_count,
+    init_barriers,
+    place_barriers,
     row_pairs,
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -92,7 +83,7 @@ class Hd192Consumer:
 
     mma: Hd192Mma
     smem: LoadTargets
-    bars: Hd192Barriers
+    bars: Barriers
     sums: cute.Tensor
     wg: Int32
     thread: Int32
@@ -129,7 +120,6 @@ class BackwardHd192:
         self.dtype = device.DTYPES[config.dtype]
         self.producer = Producer(config)
         self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
-        self.turns = Hd256Deterministic(config)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -157,7 +147,10 @@ class BackwardHd192:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch the kernel; the arguments are those of `backward.Backward`; `totals` is empty."""
+        """Launch the kernel; the arguments are those of `backward.Backward`.
+
+        `totals` and `order` are empty.
+        """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
@@ -179,7 +172,7 @@ class BackwardHd192:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, hd192_barrier_count(c)]
+            barriers: cute.struct.MemRange[Int64, barrier_count(c)]
             info: cute.struct.MemRange[Int32, Word.COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
@@ -227,8 +220,7 @@ class BackwardHd192:
     ):
         """Set up shared memory and barriers, then branch to the role of the warp.
 
-        Warp 0 loads, and warpgroups 1 and 2 are consumers. With a fixed order of sums, warps 1 and 2
-        wait for turns and pass them on.
+        Warp 0 loads, and warpgroups 1 and 2 are consumers.
         """
         c = self.config
         problem, work = Problem(*sizes), Lists(*lists)
@@ -252,10 +244,10 @@ class BackwardHd192:
             )
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
-        bars = place_hd192_barriers(c, storage.barriers.data_ptr())
+        bars = place_barriers(c, storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                init_hd192_barriers(c, bars)
+                init_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
@@ -264,11 +256,6 @@ class BackwardHd192:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
-            if const_expr(c.sum_order):
-                if warp == WAIT_TURN_WARP:
-                    self.turns.wait_turns(bars.turns, info, work.order)
-                if warp == PASS_TURN_WARP:
-                    self.turns.pass_turns(bars.turns, info, work.order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
@@ -283,7 +270,7 @@ class BackwardHd192:
         views: Hd192SmemLayouts,
         smem: LoadTargets,
         store_tma: tuple,
-        bars: Hd192Barriers,
+        bars: Barriers,
         sums: cute.Tensor,
         captured: list,
         problem: Problem,
@@ -312,13 +299,11 @@ class BackwardHd192:
             cute.arch.mbarrier_wait(load.v_full + wg, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
                 row = self.compute_block(True, w, tile, first_row, q_count)
-                self.announce(w, 2 * row, q_count)
                 q_count += 1
                 # mainloop: a q block, then dQ of the one before, whose dS both consumers have written
                 for _ in cutlass.range(count - 1, unroll=1):
                     next_row = self.compute_block(False, w, tile, first_row, q_count)
                     self.add_dq(w, row, q_count - 1)
-                    self.announce(w, 2 * next_row, q_count)
                     row = next_row
                     q_count += 1
                 self.add_dq(w, row, q_count - 1)
@@ -351,16 +336,13 @@ class BackwardHd192:
             cute.arch.mbarrier_arrive(load.k_empty)
             cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
-        if const_expr(c.sum_order):
-            self.announce(w, Int32(-1), q_count)
-            self.turns.has_added(bars.turns)
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ------------------------------------------------ parts of the consumer, inlined while tracing
 
     def set_up(
-        self, mmas: tuple, views: Hd192SmemLayouts, smem: LoadTargets, bars: Hd192Barriers,
+        self, mmas: tuple, views: Hd192SmemLayouts, smem: LoadTargets, bars: Barriers,
         sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> Hd192Consumer:  # fmt: skip
         """Create the operands and accumulators, and the copy of dS to shared memory."""
@@ -397,7 +379,7 @@ class BackwardHd192:
         Returns:
             The index of the q block over all heads.
         """
-        mma, load, tiles = w.mma, w.bars.load, w.bars.tiles
+        mma, load = w.mma, w.bars.load
         s, phase = count & 1, (count >> 1) & 1
         # P and dS as A operands, viewed in the layout of the accumulator of S
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds_held, mma.s)
@@ -413,12 +395,12 @@ class BackwardHd192:
         warpgroup.wait_group(1)  # dP is complete; dV runs
         self.softmax.compute_ds(mma.s, p, mma.dp, self.rows(w, w.smem.delta, s), ds)
         # wait until both consumers have read dS of the block that used this stage before
-        cute.arch.mbarrier_wait(tiles.ds_empty + s, phase ^ 1)
+        cute.arch.mbarrier_wait(w.bars.ds_empty + s, phase ^ 1)
         cute.copy(w.copy, w.part.retile(ds), w.ds_smem[None, None, None, s * HALVES + w.wg])
         # wgmma of both consumers reads dS by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        device.arrive(tiles.ds_full + s)
+        device.arrive(w.bars.ds_full + s)
         mma.issue_dk(s, first)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE, delta and the word
@@ -434,29 +416,12 @@ class BackwardHd192:
             row: index of the q block over all heads.
             count: index of the q block in the CTA.
         """
-        s, groups, tiles = count & 1, self.config.head_dim // COLUMNS, w.bars.tiles
-        cute.arch.mbarrier_wait(tiles.ds_full + s, (count >> 1) & 1)
+        s, groups = count & 1, self.config.head_dim // COLUMNS
+        cute.arch.mbarrier_wait(w.bars.ds_full + s, (count >> 1) & 1)
         w.mma.issue_dq(s)
         warpgroup.wait_group(0)
-        device.arrive(tiles.ds_empty + s)
-        if self.config.sum_order:
-            self.turns.may_add(w.bars.turns, count)
+        device.arrive(w.bars.ds_empty + s)
         add(w.sums, w.mma.dq, row * groups + w.wg * (groups // 2), w.thread)
-        if self.config.sum_order:
-            self.turns.has_added(w.bars.turns)
-
-    def announce(self, w: Hd192Consumer, chunk: Int32, count: Int32) -> None:
-        """Announce the q block whose dQ is added next, if sums have an order.
-
-        The turn of the q block before has come, see `Hd256Deterministic.announce`.
-
-        Args:
-            w: state of the thread.
-            chunk: index of the q block's semaphore; -1 if no more q blocks follow.
-            count: index of the q block in the CTA.
-        """
-        if self.config.sum_order:
-            self.turns.announce(w.bars.turns, w.smem.info, chunk, count, w.wg, w.thread)
 
     def add_shared(self, w: Hd192Consumer, place: tuple, p: Problem) -> None:
         """Add dK and dV to the sums that the query heads of a kv head share.
