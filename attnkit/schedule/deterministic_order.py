@@ -35,11 +35,14 @@ should begin in list order: one that is taken early and begins late makes others
 
 The same rule serves dK and dV where several work tiles contribute to one tile, because several
 query heads share a kv head or because a kv tile is split. These work tiles add in list order
-(`group`). The order of dQ does not depend on the number of workers. The order of dK and dV depends
-on it only through the splits, which `split=False` avoids.
+(`group`).
+
+The order of all these sums follows from the list. A list that is made for one number of workers,
+with `split=False`, has the same order on all devices.
 
 For causal, windowed and document masks "descending" is the better order: all kv tiles start at
-their diagonal, each q tile then meets them in descending order, and none waits.
+their diagonal, and each q tile then meets them in descending order. They need not wait if the kv
+tiles of a head begin far enough apart (`attnkit.schedule.l2_sections.units_in_order`).
 """
 
 from __future__ import annotations
@@ -181,6 +184,9 @@ def _with_tail(
     first: Tensor, last: Tensor, highest: Tensor, q_blocks: int
 ) -> tuple[Tensor, Tensor]:
     """Return the first and the last kv tile of each dQ tile if those above `highest` come last.
+
+    A dQ tile that has some above and some below must have one run of kv tiles; `with_short_tail`
+    checks that.
 
     Args:
         first, last: int32 [heads * q blocks], the highest and the lowest kv tile; -1 if there is

@@ -100,8 +100,9 @@ def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: i
     further apart, so that they need not wait. But with too many of them, a tile has left L2 when the
     next row reads it.
 
-    Between two reads of a tile, the workers visit n * t + d * w tiles, for n units in a section, t tiles
-    of a row, w workers, and rows that each begin d tiles after the row before. Where d is 0, rows
+    In descending order, each row begins d tiles before the one that ran before it. Between two reads of
+    a tile, the workers then visit n * t + d * w tiles, for n units in a section, t tiles of a row, and
+    w workers. An ascending order is treated alike; no kernel uses it by default. Where d is 0, rows
     begin at the same tile and only waits keep them apart, so that more units do no harm.
 
     Args:
@@ -111,14 +112,16 @@ def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: i
     total = sum(int(kind.length.sum()) for kind in kinds)
     mean = max(1.0, total / kinds[0].rows)
     drift = _drift(kinds, rows)
+    # without a drift, more than twice as many units no longer help (docs/notes/hopper.md)
     room = capacity - drift * workers if drift > 0 else 2 * capacity
     return max(-(-workers // rows), round(room / mean))
 
 
 def _drift(kinds: tuple[Runs, ...], rows: int) -> float:
-    """Return by how many tiles the first tile of a row increases from row to row, on average.
+    """Return by how many tiles the first tile of a row is above that of the row before, on average.
 
-    The average is taken over the rows of a unit that visit tiles; 0 if they begin earlier.
+    The average is taken over neighbouring rows of a unit that both visit tiles. It is 0 if it would
+    be negative.
     """
     none = torch.iinfo(torch.int64).max
     first = kinds[0].row_ptr.new_full((kinds[0].rows,), none, dtype=torch.int64)
@@ -126,8 +129,8 @@ def _drift(kinds: tuple[Runs, ...], rows: int) -> float:
         row = row_indices(kind.row_ptr.to(torch.int64).diff())
         first.scatter_reduce_(0, row, kind.start.to(torch.int64), "amin")
     first = first.view(-1, rows)
-    steps, ends = first[:, 1:] - first[:, :-1], first < none
-    both = ends[:, 1:] & ends[:, :-1]
+    steps, visits = first[:, 1:] - first[:, :-1], first < none
+    both = visits[:, 1:] & visits[:, :-1]
     return max(0.0, float(steps[both].double().mean())) if bool(both.any()) else 0.0
 
 

@@ -22,13 +22,13 @@ from attnkit.schedule.scheduler import Schedule
 from attnkit.schedule.split_kv import predict_makespan
 from attnkit.sparsity.block_runs import BlockRuns
 
-_GAIN = 100  # other orders must save more than a part of 1 / _GAIN of the predicted makespan
+_GAIN = 100  # a tail must save more than 1 / _GAIN of the predicted makespan
 
 
 def with_short_tail(runs: BlockRuns, schedule: Schedule) -> Schedule:
-    """Return the schedule with short work tiles at its end, or the same one if that is no faster.
+    """Return the schedule with short work tiles at its end, or the same one if that saves under 1 %.
 
-    Each dQ tile must have one run of kv tiles, and no kv tile may be split.
+    A schedule also stays the same if it splits kv tiles, or if a dQ tile has several runs of them.
 
     Args:
         runs: the tiles that were scheduled.
@@ -54,14 +54,14 @@ def _tail(schedule: Schedule) -> Tensor:
     """Return which work tiles come at the end, bool [work tiles].
 
     They are the kv tiles of the highest indices of all heads that are complete by then. Together
-    they take about half as long as the longest work tile on all workers.
+    they take at most half as long as the longest work tile on all workers.
     """
     cost, tile = schedule.cost, schedule.tile
     # kv tiles descend within a section
     section = torch.cat([tile.new_zeros(1), (tile.diff() > 0).cumsum(0)])
     budget = schedule.workers * int(cost.max())
     work = cost.new_zeros(int(section[-1]) + 1).index_add_(0, section, cost)
-    # work tiles of the sections after a complete one keep all workers busy until its last ones end
+    # complete: later sections take as long as the longest work tile on all workers
     complete = work.flip(0).cumsum(0).flip(0) - work >= budget
     early = complete[section]
     by_tile = cost.new_zeros(schedule.blocks).index_add_(0, tile[early].long(), cost[early])

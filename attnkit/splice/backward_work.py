@@ -148,7 +148,7 @@ def build_tables(
             and meets_few_kv_tiles(runs)
         ):
             # Whole heads add in a fixed order anyway, so they are chosen wherever they are faster than
-            # any order; alike on all devices, because the order of sums depends on it.
+            # any order. The choice is the same on all devices, because the order of sums depends on it.
             other = scheduled(runs, settings.in_any_order(), query, key, REFERENCE_SMS, head)
         whole = whole_heads(runs, settings, *other, head)
     if isinstance(whole, WholeHeads):
@@ -246,6 +246,7 @@ def scheduled(
     )
     workers = max(1, workers // settings.ctas)
     if settings.deterministic:
+        # the list stays that of the reference; the kernel has the CTAs of this device
         schedule = fixed_order(runs, settings, shape)._replace(workers=workers)
     else:
         schedule = schedule_backward(

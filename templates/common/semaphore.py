@@ -118,6 +118,13 @@ def _across_runs(
 
 
 @cute.jit
+def look_up_turn(ascending: Constexpr, turn: Int32, row: Int32, tables: list):
+    """Return the kv block that adds to q block `row` after kv block `turn`."""
+    entry = tuple(tables[OrderTable.ROW][row, i] for i in OrderRow)
+    return following_turn(ascending, turn, entry, tables)
+
+
+@cute.jit
 def following_or_lookup(
     ascending: Constexpr, turn: Int32, following: Int32, chunk: Int32, tables: list
 ):
@@ -127,8 +134,7 @@ def following_or_lookup(
         chunk: chunk of dQ; a q block has two.
     """
     if following < 0:
-        entry = tuple(tables[OrderTable.ROW][chunk >> 1, i] for i in OrderRow)
-        following = following_turn(ascending, turn, entry, tables)
+        following = look_up_turn(ascending, turn, chunk >> 1, tables)
     return following
 
 

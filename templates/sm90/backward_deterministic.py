@@ -8,8 +8,9 @@ A warp adds a chunk once its turn has come. The turn passes to the next kv block
 complete in memory, which takes as long as the MMAs of a block. Meanwhile the warp adds the next
 chunk, if it is ready and has its turn. The warp does not pass the turn itself, because a fence
 would wait for all copies in flight. It reports complete chunks to another warp, which passes their
-turns. It reads the turn of a chunk when that is ready, not earlier, because the fence after the
-read waits for copies in flight too. While a copy is in flight, it looks up who follows.
+turns. The warp that adds reads the turn of a chunk only when the chunk is ready. The fence after
+that read waits for the copy in flight, and a later fence has less left to wait for. While a copy is
+in flight, this warp looks up who follows.
 
 There is no deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it
 added. The warp that passes turns serves both consumers alternately. A report of one consumer may
@@ -24,10 +25,9 @@ from cutlass import Constexpr, Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.semaphore import (
-    OrderRow,
     OrderTable,
     fence_bulk,
-    following_turn,
+    look_up_turn,
     poll_turn,
     wait_turn,
 )
@@ -111,7 +111,8 @@ class DeterministicReduce:
                 release_staging(wg)
                 pending, following = chunk, known
                 if known < 0:
-                    following = self.look_up(chunk, turn, order)
+                    row = chunk >> (c.chunks.bit_length() - 1)
+                    following = look_up_turn(c.sum_order == "ascending", turn, row, order)
         if pending >= 0:
             count = self.report((pending, following), 0, count, info, bars, wg)
         self.report((Int32(-1), Int32(0)), 0, count, info, bars, wg)
@@ -142,13 +143,6 @@ class DeterministicReduce:
             cute.arch.mbarrier_arrive(bars.landed + wg)
         cute.arch.sync_warp()
         return count + 1
-
-    @cute.jit
-    def look_up(self, chunk: Int32, turn: Int32, order: list):
-        """Return the turn after that of a chunk of dQ."""
-        rows, row = order[OrderTable.ROW], chunk >> (self.config.chunks.bit_length() - 1)
-        entry = tuple(rows[row, i] for i in OrderRow)
-        return following_turn(self.config.sum_order == "ascending", turn, entry, order)
 
     @cute.jit
     def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):

@@ -141,7 +141,7 @@ class Epilogue:
             out: destinations.
             q_count: index of the q block.
             free: see `send`.
-            next_chunk: the next chunk of the same turn, if it is known.
+            next_chunk: the consumer's next chunk, if it is known; not used in a fixed order.
             kv_count: index of the chunk's work tile, if heads are whole; of that of the next chunk
                 with leaders.
         """

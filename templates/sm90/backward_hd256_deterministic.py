@@ -14,7 +14,7 @@ from __future__ import annotations
 from cutlass import Int32, cute
 
 from attnkit.templates.common import device
-from attnkit.templates.common.semaphore import OrderRow, OrderTable, following_turn, wait_turn
+from attnkit.templates.common.semaphore import OrderTable, look_up_turn, wait_turn
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_hd256_config import Hd256Config
 from attnkit.templates.sm90.backward_shared import (
@@ -91,10 +91,9 @@ class Hd256Deterministic:
             cute.arch.sync_warp()
             device.arrive(bars.may_add)  # the note has been read
             if chunk >= 0:
-                rows, row = order[OrderTable.ROW], chunk >> 1
-                entry = tuple(rows[row, i] for i in OrderRow)
+                ascending = self.config.sum_order == "ascending"
+                following = look_up_turn(ascending, turn, chunk >> 1, order)
                 cute.arch.fence_acq_rel_gpu()  # orders both consumers' additions before the store
-                following = following_turn(self.config.sum_order == "ascending", turn, entry, order)
                 with cute.arch.elect_one():
                     cute.arch.store(
                         order[OrderTable.SEMAPHORE].iterator + chunk, following, sem="relaxed",

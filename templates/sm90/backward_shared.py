@@ -79,7 +79,7 @@ class Word:
     PACKED_ROW = 4  # packed heads: the query position of each Q stage's first row
     NOTE = 16  # a `ChunkNote` for each consumer
     # Deterministic: chunk and following turn of a chunk that is complete in memory, for each consumer;
-    # 16 bytes apart, because the assembler reads four words at once.
+    # as far apart as the notes.
     LANDED = 32
     NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
     BIAS_NOTES = 32  # with a copied bias: two notes, see `backward_bias_in_smem`
@@ -248,6 +248,7 @@ def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
 
 def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     """Initialise the mbarriers with their arrival counts; called by one thread."""
+    # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
     mbarrier_init, turns = cute.arch.mbarrier_init, bars.turns
     init_hd256_load_barriers(c, bars.load)
     if c.sum_order:

@@ -183,7 +183,7 @@ def execute(
     return added, semaphore
 
 
-def check_any_order(
+def check_list_order(
     case: Case, schedule: Schedule, turn: DeterministicOrder, workers: int,
     pick: Callable[[int], int],
 ) -> None:  # fmt: skip

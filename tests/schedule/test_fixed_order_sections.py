@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnkit.schedule.l2_sections import units_in_order
 from attnkit.schedule.scheduler import Shape, schedule_backward
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 
@@ -51,6 +52,8 @@ def test_a_section_keeps_all_workers_busy(rows: int, columns: int, heads: int) -
 
 @given(columns=st.integers(2, 30), small=st.integers(1, 600), large=st.integers(1, 600))
 def test_more_memory_lets_more_heads_run_together(columns: int, small: int, large: int) -> None:
-    small, large = sorted((small, large))
-    mask = causal(2 * columns, columns)
-    assert heads_together(mask, 24, small * TILE) <= heads_together(mask, 24, large * TILE)
+    states = causal(2 * columns, columns)
+    runs = BlockRuns.from_states(states[None, None], *states.shape, (1, 1))
+    kinds = runs.full_t, runs.partial_t
+    fewer, more = (units_in_order(kinds, columns, n, WORKERS) for n in sorted((small, large)))
+    assert fewer <= more

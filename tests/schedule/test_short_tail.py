@@ -15,7 +15,7 @@ from attnkit.schedule.split_kv import Cost
 from attnkit.sparsity.block_mask import create_block_mask
 from attnkit.sparsity.block_runs import EMPTY, FULL, PARTIAL, BlockRuns
 from tests.schedule.schedule_cases import Case
-from tests.schedule.test_deterministic_order import check_any_order
+from tests.schedule.test_deterministic_order import check_list_order
 
 WORKERS = 132
 
@@ -101,4 +101,4 @@ def test_sums_follow_the_list_at_any_speed(
     case, schedule = drawn
     turn = deterministic_order(case.runs, schedule)
     random = data.draw(st.randoms(use_true_random=False))
-    check_any_order(case, schedule, turn, workers, random.randrange)
+    check_list_order(case, schedule, turn, workers, random.randrange)

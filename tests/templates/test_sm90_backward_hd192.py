@@ -114,7 +114,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("variant", "name"), sampled(OTHERS, 5))
 def test_which_variants_have_this_kernel(variant: dict[str, Any], name: str) -> None:
-    """A slope, a learned tensor or a fixed order needs registers that this kernel does not have."""
+    """A slope or a learned tensor needs registers that this kernel lacks; it knows no fixed order."""
     assert used(**variant) == name
 
 
