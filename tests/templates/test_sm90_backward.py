@@ -199,11 +199,14 @@ def late_kv_tiles(runs: BlockRuns, schedule: Schedule) -> Schedule:
     return schedule.reordered(torch.argsort(place, stable=True))
 
 
-@pytest.mark.parametrize("dim", [64, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("dim", "heads"),
+    [(64, (2, 1)), (128, (2, 2)), pytest.param(256, (2, 2), marks=pytest.mark.exhaustive)],
+)
 def test_turns_of_kv_tiles_at_the_end_of_the_list(
-    dim: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dims, heads = (dim, dim), (2, 2)
+    dims = dim, dim
     plain = ordered("emulate", "eager", 2, dims, heads=heads)
     monkeypatch.setattr(backward_work, "with_short_tail", late_kv_tiles)
     works = observed(monkeypatch, 2)
