@@ -172,7 +172,7 @@ def _first(visited: Runs, step: int) -> Tensor:
 
 
 def _highest(schedule: Schedule) -> Tensor:
-    """Return the kv tile of each head's first work tile in the list, int32 [batch * heads]."""
+    """Return the kv tile that each head computes first, int32 [batch * heads]."""
     head = schedule.b.to(torch.int64) * schedule.shape.heads + schedule.h
     place = torch.arange(head.numel(), device=head.device)
     count = schedule.shape.batch * schedule.shape.heads
@@ -183,7 +183,7 @@ def _highest(schedule: Schedule) -> Tensor:
 def _with_tail(
     first: Tensor, last: Tensor, highest: Tensor, q_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last kv tile of each dQ tile if those above `highest` come last.
+    """Let kv tiles above `highest` add last; return the first and the last kv tile of each dQ tile.
 
     A dQ tile that has some above and some below must have one run of kv tiles; `with_short_tail`
     checks that.

@@ -93,9 +93,9 @@ def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, le
 
 
 def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: int) -> int:
-    """Return how many units a section takes if sums over the rows of a unit have a fixed order.
+    """Choose how many units run together in a backward that adds to dQ in a fixed order.
 
-    A row then waits at each tile until the row before it has added there, which takes some time
+    A unit is a head here, and its rows are kv tiles, which visit q tiles. A row waits at each tile until the row before it has added there, which takes some time
     (`attnkit.schedule.deterministic_order`). With more units in a section, the rows of a unit begin
     further apart, so that they need not wait. But with too many of them, a tile has left L2 when the
     next row reads it.
@@ -118,7 +118,7 @@ def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: i
 
 
 def _drift(kinds: tuple[Runs, ...], rows: int) -> float:
-    """Return by how many tiles the first tile of a row is above that of the row before, on average.
+    """Return how many tiles later a row begins than the row before it, on average.
 
     The average is taken over neighbouring rows of a unit that both visit tiles. It is 0 if it would
     be negative.

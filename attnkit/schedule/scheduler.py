@@ -137,7 +137,7 @@ class Schedule(NamedTuple):
         return max(self.unsplit / self.workers, int(self.cost.max()))
 
     def reordered(self, order: Tensor) -> Schedule:
-        """Return the schedule with its work tiles in another order, int64 [work tiles]."""
+        """Return a copy with the work tiles in the given order, int64 [work tiles]."""
         names = ("b", "h", "tile", "partial", "full", "slot", "cost")
         return self._replace(**{name: getattr(self, name)[order] for name in names})
 

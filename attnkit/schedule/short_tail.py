@@ -26,9 +26,10 @@ _GAIN = 100  # a tail must save more than 1 / _GAIN of the predicted makespan
 
 
 def with_short_tail(runs: BlockRuns, schedule: Schedule) -> Schedule:
-    """Return the schedule with short work tiles at its end, or the same one if that saves under 1 %.
+    """Move short work tiles to the end of the list if the backward is predicted to end earlier.
 
-    A schedule also stays the same if it splits kv tiles, or if a dQ tile has several runs of them.
+    The result is the same schedule if that saves at most 1 %, if kv tiles are split, or if the mask
+    leaves gaps between the kv tiles of a dQ tile.
 
     Args:
         runs: the tiles that were scheduled.
@@ -51,7 +52,7 @@ def with_short_tail(runs: BlockRuns, schedule: Schedule) -> Schedule:
 
 
 def _tail(schedule: Schedule) -> Tensor:
-    """Return which work tiles come at the end, bool [work tiles].
+    """Choose the work tiles that come at the end of the list, bool [work tiles].
 
     They are the kv tiles of the highest indices of all heads that are complete by then. Together
     they take at most half as long as the longest work tile on all workers.

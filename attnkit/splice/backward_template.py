@@ -149,7 +149,7 @@ class BackwardSettings:
         return self._with("whole_heads").in_any_order()
 
     def in_any_order(self) -> BackwardSettings:
-        """Return a copy of the settings for sums in any order."""
+        """Return a copy of the settings that lets kv tiles add to dQ in any order."""
         return self._with("sum_order", "")
 
     def with_leaders(self) -> BackwardSettings:
@@ -211,7 +211,7 @@ class BackwardSettings:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether semaphores order the sums of gradients."""
+        """Return whether semaphores fix the order in which CTAs add to gradients."""
         return bool(self.values["sum_order"])
 
     @property

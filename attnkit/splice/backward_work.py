@@ -266,7 +266,7 @@ def scheduled(
 
 
 def fixed_order(runs: BlockRuns, settings: BackwardSettings, shape: Shape) -> Schedule:
-    """Schedule the kv tiles in an order of sums that is the same for all devices."""
+    """Schedule the kv tiles so that gradients are summed in the same order on every device."""
     schedule = schedule_backward(
         runs,
         shape,

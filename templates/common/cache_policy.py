@@ -27,15 +27,15 @@ class CachePolicy(IntEnum):
 
 
 def evict_first() -> Any:
-    """Return the policy of an access whose lines leave L2 before those of others."""
+    """Return the L2 policy that evicts what an access touches before other data."""
     return Int64(CachePolicy.EVICT_FIRST)
 
 
 def evict_normal() -> Any:
-    """Return the policy of an access without a hint."""
+    """Return the L2 policy of an access without a hint."""
     return Int64(CachePolicy.EVICT_NORMAL)
 
 
 def evict_last() -> Any:
-    """Return the policy that keeps the lines of an access in L2 longer than those of others."""
+    """Return the L2 policy that evicts what an access touches after other data."""
     return Int64(CachePolicy.EVICT_LAST)

@@ -97,7 +97,7 @@ def lists_with_tails(draw: st.DrawFn) -> tuple[Case, Schedule]:
 def test_sums_follow_the_list_at_any_speed(
     drawn: tuple[Case, Schedule], workers: int, data: st.DataObject
 ) -> None:
-    """Every dQ tile adds its kv tiles in list order, and no workers wait for each other."""
+    """Every dQ tile adds its kv tiles in list order, and the workers do not deadlock."""
     case, schedule = drawn
     turn = deterministic_order(case.runs, schedule)
     random = data.draw(st.randoms(use_true_random=False))

@@ -17,7 +17,7 @@ from attnkit.schedule import whole_heads
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation
-from attnkit.splice import workers
+from attnkit.splice import backward_work, workers
 from attnkit.splice.backward_work import BackwardWork
 from tests.sampling import diagonal, sampled
 from tests.templates.backward_kit import (
@@ -104,21 +104,39 @@ def test_a_deterministic_backward_has_the_gradients_of_the_oracle(
     assert works[-1].starts is not None
 
 
-def test_a_deterministic_backward_chooses_whole_heads_alike_on_all_devices(
-    monkeypatch: pytest.MonkeyPatch,
+def plan_backward(dim: int, heads: int, length: int, mask: Any, deterministic: bool) -> None:
+    """Build the tables of a backward without executing it."""
+    shape = 1, heads, length, dim
+    q, k, v = (torch.zeros(shape, dtype=BF16, requires_grad=True) for _ in range(3))
+    with emulation.session(execute=False):
+        out = flex_attention(q, k, v, None, mask, backend="emulate", deterministic=deterministic)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "length", "mask", "chosen"),
+    [
+        (128, 2, 512, CAUSAL, False),
+        (128, 264, 512, CAUSAL, True),
+        (64, 340, 300, None, True),  # semaphores are predicted to be faster without their waits
+        (64, 40, 2048, CAUSAL, False),
+    ],
+)
+def test_a_deterministic_backward_has_one_list_on_all_devices(
+    dim: int, heads: int, length: int, mask: Any, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = observed(monkeypatch, 1)
-    for heads, chosen in ((2, False), (264, True)):
-        q, k, v = (
-            torch.zeros(1, heads, 512, 128, dtype=BF16, requires_grad=True) for _ in range(3)
-        )
-        for ctas in (1, 78, 500):
-            monkeypatch.setattr(workers, "EMULATED_SMS", ctas)
-            forget(monkeypatch)
-            with emulation.session(execute=False):
-                out = flex_attention(q, k, v, None, CAUSAL, backend="emulate", deterministic=True)
-                out.sum().backward()
-            assert (works[-1].starts is not None) == chosen
+    """It takes whole heads where a call in any order does on 132 SMs."""
+    works = observed(monkeypatch, backward_work.REFERENCE_SMS)
+    plan_backward(dim, heads, length, mask, False)
+    assert (works[-1].starts is not None) == chosen
+    tables = []
+    for ctas in (1, 78, 500):
+        monkeypatch.setattr(workers, "EMULATED_SMS", ctas)
+        forget(monkeypatch)
+        plan_backward(dim, heads, length, mask, True)
+        assert (works[-1].starts is not None) == chosen
+        tables.append(works[-1].work_tiles)
+    assert all(torch.equal(tables[0], other) for other in tables[1:])
 
 
 def test_gradients_of_captured_tensors_use_sums(works: list[BackwardWork]) -> None:
