@@ -202,7 +202,10 @@ class BackwardCall:
         return (dq, dk, dv), captured
 
     def _may_learn(self, capturing: bool) -> bool:
-        """Return whether a replay of all kernels would be a whole backward."""
+        """Return whether a replay of all kernels would be a whole backward.
+
+        Semaphores must be new at each launch.
+        """
         copies = self.settings.with_entropy or self.table is not None
         return not (capturing or self.deterministic or copies)
 
@@ -309,7 +312,7 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether semaphores order the sums of gradients, see `BackwardWork.order`."""
+        """Return whether semaphores fix the order in which CTAs add, see `BackwardWork.order`."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:

@@ -14,6 +14,7 @@ import attnkit
 from attnkit import flex_attention
 from attnkit.jit import emulation
 from attnkit.runtime.reuse.backward import BackwardReuse
+from attnkit.schedule import whole_heads
 from tests.sampling import sampled
 from tests.templates.backward_kit import BF16, CAUSAL, check, draw
 
@@ -75,12 +76,19 @@ def test_repeated_backwards_of_a_captured_tensor(relaunched: list[bool]) -> None
     assert relaunched[3:] == [True, True]
 
 
-def test_a_fixed_order_is_not_relaunched(relaunched: list[bool]) -> None:
-    """A deterministic backward is not relaunched, and repeats the bits of the first call.
+@pytest.mark.parametrize("whole", [False, True], ids=["semaphores", "whole heads"])
+def test_a_fixed_order_repeats_its_bits(
+    relaunched: list[bool], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deterministic backward is relaunched only if a CTA computes whole heads.
 
-    Each of its launches needs semaphores that are 0.
+    Otherwise each launch needs semaphores that hold the first turns.
     """
-    inputs, (weight, _) = draw(*LENGTHS, heads=(2, 1))
+    if whole:  # by expensive rounding of dQ
+        monkeypatch.setattr(whole_heads, "BYTES_A_CLOCK", 1)
+        inputs, (weight, _) = draw(300, dims=(128, 128))
+    else:
+        inputs, (weight, _) = draw(*LENGTHS, heads=(2, 1))
 
     def gradients() -> list[Tensor]:
         learned = [t.detach().requires_grad_() for t in inputs]
@@ -90,7 +98,8 @@ def test_a_fixed_order_is_not_relaunched(relaunched: list[bool]) -> None:
         return list(torch.autograd.grad((out * weight).sum(), learned))
 
     first = gradients()
-    for _ in range(2):
+    for _ in range(4):
         with emulation.session(mode="adversarial"):
             assert all(map(torch.equal, gradients(), first))
-    assert relaunched == [False] * 3
+    assert relaunched[:2] == [False, False]
+    assert relaunched[3:] == [whole, whole]
