@@ -203,21 +203,20 @@ def finite_or_zero(x: Any) -> Any:
     return cutlass.select_(x == Float32(NEG_INF), Float32(0.0), x)
 
 
-def try_wait(barrier: Any, parity: Any, nanoseconds: int) -> Any:
-    """Wait at most about `nanoseconds` for a phase of an mbarrier and return whether it completed.
+def test_wait(barrier: Any, parity: Any) -> Any:
+    """Return whether a phase of an mbarrier has completed, without waiting for it.
 
     The result is uniform over the warp.
 
     Args:
         barrier: pointer to the mbarrier.
         parity: parity of the phase.
-        nanoseconds: time limit of the wait, a hint to the hardware.
     """
     done = cute.arch.inline_ptx(
-        "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}, {$r2}; "
+        "{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [{$r0}], {$r1}; "
         "selp.b32 {$w0}, 1, 0, done; }",
         write_only_types=[Int32],
-        read_only_args=[barrier.toint(), parity, Int32(nanoseconds)],
+        read_only_args=[barrier.toint(), parity],
     )
     return cute.arch.make_warp_uniform(done) != 0
 

@@ -45,9 +45,14 @@ def wait_turn(semaphore: cute.Pointer, turn: Int32):
 
     Bulk copies that follow need `fence_bulk`, because this load is of another proxy.
     """
-    now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
+    now = read_turn(semaphore)
     while now != turn:
-        now = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
+        now = read_turn(semaphore)
+
+
+def read_turn(semaphore: Any) -> Any:
+    """Return the turn that a semaphore has, without waiting; see `wait_turn` for copies that follow."""
+    return cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
 
 
 def fence_bulk() -> None:
@@ -60,7 +65,7 @@ def fence_bulk() -> None:
 def poll_turn(semaphore: cute.Pointer, turn: Int32, chunk: Int32):
     """Return `chunk` if its semaphore equals `turn`, else -1, without waiting."""
     ready = Int32(-1)
-    if cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu") == turn:
+    if read_turn(semaphore) == turn:
         fence_bulk()
         ready = chunk
     return ready

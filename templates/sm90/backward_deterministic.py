@@ -4,21 +4,23 @@ The order is that of `attnkit.schedule.deterministic_order`: the semaphore of a 
 the kv block that adds next. With first writers, the first turn stores instead of adding, and the
 sums need not be cleared.
 
-A warp adds a chunk once its turn has come. The turn passes to the next kv block once the chunk is
-complete in memory, which takes as long as the MMAs of a block. Meanwhile the warp adds the next
-chunk, if it is ready and has its turn. The warp does not pass the turn itself, because a fence
-would wait for all copies in flight. It reports complete chunks to another warp, which passes their
-turns. The warp that adds reads the turn of a chunk only when the chunk is ready. The fence after
-that read waits for the copy in flight, and a later fence has less left to wait for. While a copy is
-in flight, this warp looks up who follows.
+Two warps add, one for each consumer, and a third one passes the turns on. A warp adds a chunk once
+its turn has come. Then it waits until the chunk is complete in memory, which takes about half as
+long as the MMAs of a block, and reports it. The third warp passes the turns of both consumers'
+chunks. Its fence takes as long as a poll of a semaphore or longer, so it executes one for both.
+
+If the next chunk is ready before the last one is complete, the warp polls that chunk's semaphore
+meanwhile. It reports the last chunk before it adds the next one, because the fence between a poll
+and a copy waits for the copy in flight anyway.
 
 There is no deadlock: a warp that waits for a turn or for a chunk has reported every chunk that it
-added. The warp that passes turns serves both consumers alternately. A report of one consumer may
-wait until a chunk of the other is complete, which itself waits only for earlier work tiles. Loads
-and MMAs do not wait for turns.
+added. The third warp passes turns once both consumers have reported. A report waits until a chunk
+is complete, which itself waits only for earlier work tiles. Loads and MMAs do not wait for turns.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import cutlass
 from cutlass import Constexpr, Int32, Int64, const_expr, cute
@@ -28,7 +30,7 @@ from attnkit.templates.common.semaphore import (
     OrderTable,
     fence_bulk,
     look_up_turn,
-    poll_turn,
+    read_turn,
     wait_turn,
 )
 from attnkit.templates.sm90.backward_config import BackwardConfig
@@ -47,10 +49,12 @@ from attnkit.templates.sm90.backward_shared import (
     Word,
 )
 
-# Nanoseconds to wait for the next chunk before reporting the one in flight. A bulk reduction takes
-# about 2000 until it is complete in memory, and a consumer as long for the next chunk.
-LANDING = 2000
-LANDED_WORDS = 2  # chunk and following turn
+
+class Report(IntEnum):
+    """Indices of the words in the report that a chunk is complete in memory."""
+
+    CHUNK = 0
+    FOLLOWING = 1  # the turn after the chunk's own
 
 
 class DeterministicReduce:
@@ -78,9 +82,9 @@ class DeterministicReduce:
         chunk, phase = Int32(0), Int32(0)
         while chunk >= 0:
             if pending >= 0:
-                # if the consumer is slower than the copy, report before waiting for the consumer
-                if not device.try_wait(chunk_ready, phase, LANDING):
-                    count = self.report((pending, following), 0, count, info, bars, wg)
+                # Not try_wait, which waits until the chunk is ready, whatever its time limit.
+                if not device.test_wait(chunk_ready, phase):
+                    count = self.report(pending, following, count, info, bars, wg)
                     pending = Int32(-1)
             cute.arch.mbarrier_wait(chunk_ready, phase)
             phase = phase ^ 1
@@ -90,12 +94,13 @@ class DeterministicReduce:
                 known = read_note(info, wg, ChunkNote.FOLLOWING)
                 first = chunk >= FIRST_WRITER
                 chunk = chunk & (FIRST_WRITER - 1)
-                if poll_turn(semaphores.iterator + chunk, turn, chunk) < 0:
-                    if pending >= 0:  # avoid a deadlock: this wait may depend on the report
-                        count = self.report((pending, following), 0, count, info, bars, wg)
-                        pending = Int32(-1)
-                    wait_turn(semaphores.iterator + chunk, turn)
-                    fence_bulk()
+                semaphore = semaphores.iterator + chunk
+                now = read_turn(semaphore)
+                if pending >= 0:
+                    count = self.report(pending, following, count, info, bars, wg)
+                if now != turn:
+                    wait_turn(semaphore, turn)
+                fence_bulk()
                 target = sums.iterator + Int64(chunk) * c.chunk
                 if const_expr(c.first_writer):
                     if first:
@@ -104,8 +109,6 @@ class DeterministicReduce:
                         add_chunk(target, staging + wg * c.chunk, c.chunk)
                 else:
                     add_chunk(target, staging + wg * c.chunk, c.chunk)
-                if pending >= 0:
-                    count = self.report((pending, following), 1, count, info, bars, wg)
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 release_staging(wg)
@@ -114,19 +117,19 @@ class DeterministicReduce:
                     row = chunk >> (c.chunks.bit_length() - 1)
                     following = look_up_turn(c.sum_order == "ascending", turn, row, order)
         if pending >= 0:
-            count = self.report((pending, following), 0, count, info, bars, wg)
-        self.report((Int32(-1), Int32(0)), 0, count, info, bars, wg)
+            count = self.report(pending, following, count, info, bars, wg)
+        self.report(Int32(-1), Int32(0), count, info, bars, wg)
 
     @cute.jit
     def report(
-        self, pending: tuple, in_flight: Constexpr, count: Int32, info: cute.Tensor,
+        self, chunk: Int32, following: Int32, count: Int32, info: cute.Tensor,
         bars: ChunkBarriers, wg: Constexpr,
     ):  # fmt: skip
         """Wait until a chunk is complete in memory, and report it to the warp that passes turns.
 
         Args:
-            pending: (chunk, following turn). A chunk of -1 means that no more chunks follow.
-            in_flight: number of later chunks that may still be in flight.
+            chunk: the chunk; -1 if no more chunks follow.
+            following: the turn after the chunk's own.
             count: number of earlier reports.
             info: int32 words in shared memory.
             bars: mbarriers.
@@ -136,31 +139,37 @@ class DeterministicReduce:
             The count for the next report.
         """
         cute.arch.mbarrier_wait(bars.landed_ack + wg, (count & 1) ^ 1)
+        at = Word.LANDED + NOTE_WORDS * wg
         with cute.arch.elect_one():
-            cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
-            for i in cutlass.range_constexpr(LANDED_WORDS):
-                info[Word.LANDED + NOTE_WORDS * wg + i] = pending[i]
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            info[at + Report.CHUNK] = chunk
+            info[at + Report.FOLLOWING] = following
             cute.arch.mbarrier_arrive(bars.landed + wg)
         cute.arch.sync_warp()
         return count + 1
 
     @cute.jit
     def pass_turns(self, info: cute.Tensor, bars: ChunkBarriers, order: list):
-        """Run the warp that passes the turns of complete chunks, alternately for both consumers.
+        """Run the warp that passes the turns of complete chunks, one of each consumer at a time.
 
         Both consumers send the same number of chunks.
         """
+        semaphores = order[OrderTable.SEMAPHORE]
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
+            reports = []
             for wg in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.mbarrier_wait(bars.landed + wg, count & 1)
-                chunk, following = (
-                    info[Word.LANDED + NOTE_WORDS * wg + i] for i in range(LANDED_WORDS)
-                )
+                at = Word.LANDED + NOTE_WORDS * wg
+                reports.append([info[at + i] for i in Report])
                 cute.arch.mbarrier_arrive(bars.landed_ack + wg)  # every lane has read the words
-                if chunk >= 0:
-                    cute.arch.fence_acq_rel_gpu()
-                    with cute.arch.elect_one():
-                        semaphore = order[OrderTable.SEMAPHORE].iterator + chunk
-                        cute.arch.store(semaphore, following, sem="relaxed", scope="gpu")
+            chunk = reports[0][Report.CHUNK]
+            if chunk >= 0:
+                cute.arch.fence_acq_rel_gpu()
+                with cute.arch.elect_one():
+                    for wg in cutlass.range_constexpr(CONSUMERS):
+                        own, following = reports[wg]
+                        cute.arch.store(
+                            semaphores.iterator + own, following, sem="relaxed", scope="gpu"
+                        )
             count += 1

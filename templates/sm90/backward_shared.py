@@ -78,8 +78,7 @@ class Word:
 
     PACKED_ROW = 4  # packed heads: the query position of each Q stage's first row
     NOTE = 16  # a `ChunkNote` for each consumer
-    # Deterministic: chunk and following turn of a chunk that is complete in memory, for each consumer;
-    # as far apart as the notes.
+    # Deterministic: a `backward_deterministic.Report` for each consumer, as far apart as the notes.
     LANDED = 32
     NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
     BIAS_NOTES = 32  # with a copied bias: two notes, see `backward_bias_in_smem`
