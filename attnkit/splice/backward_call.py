@@ -58,6 +58,8 @@ class Buffers:
         rows: float32 words of the LSE, and of the delta, of each row.
         flags: one tensor of flags, set where a first writer has stored its part of dQ; empty if the
             kernel uses no flags.
+        semaphores: one tensor, a copy of the semaphores in `BackwardWork.order`, because launches on
+            two streams may overlap; empty if there are none.
         totals: for each tensor that the score captures, the sums of its gradient, or None if the
             gradient is not needed.
         sink: one tensor, the parts of the sink's gradient [B, Hq, warps of the preprocess]; empty
@@ -69,6 +71,7 @@ class Buffers:
     sums: Tensor
     rows: list[Tensor]
     flags: list[Tensor]
+    semaphores: list[Tensor]
     totals: list[Tensor | None]
     sink: list[Tensor]
 
@@ -204,10 +207,11 @@ class BackwardCall:
     def _may_learn(self, capturing: bool) -> bool:
         """Return whether a replay of all kernels would be a whole backward.
 
-        Semaphores must be new at each launch.
+        Gradients of captured tensors in a fixed order are rounded after the kernels.
         """
         copies = self.settings.with_entropy or self.table is not None
-        return not (capturing or self.deterministic or copies)
+        rounds = self.deterministic and any(self.needs_grad)
+        return not (capturing or copies or rounds)
 
     def _sink_gradient(self, inputs: BackwardInputs, buffers: Buffers) -> Tensor | None:
         """Return the gradient of the sink from the parts that the preprocess has written."""
@@ -238,6 +242,7 @@ class BackwardCall:
             sums=sums,
             rows=[make((n * work.rows,), (1,), torch.float32) for n in self.row_words],
             flags=[make((n,), (1,), torch.float32) for n in (work.flags,) if n],
+            semaphores=[t.clone() for t in work.order[:1]],
             totals=[self._total(i, t.shape) if n else None for i, (t, n) in enumerate(pairs)],
             sink=[self._empty(s, (s[1] * s[2], s[2], 1), torch.float32) for s in parts],
         )
@@ -274,7 +279,8 @@ class BackwardCall:
             *([] if inputs.grad_entropy is None else [inputs.grad_entropy.contiguous()]),
             *([] if inputs.dropout is None else [inputs.dropout]),
             *(t for t in buffers.totals if t is not None),
-            *work.order_tables(),
+            *buffers.semaphores,
+            *work.order[1:],
             *[t.view(torch.int32) for t in buffers.flags],
             *([] if work.starts is None else [work.starts, buffers.written[0]]),
             *self._leader_counters(buffers),
@@ -295,12 +301,13 @@ class BackwardCall:
         """Group the tensors of this call for `prepare_replay`."""
         units = self.work.units
         totals = [t for t in buffers.totals if t is not None]
-        scratch = [buffers.sums, *buffers.rows, *buffers.flags]
+        scratch = [buffers.sums, *buffers.rows, *buffers.flags, *buffers.semaphores]
+        copied = [(len(scratch) - 1, t) for t in self.work.order[:1]]
         zeros = 4 * units[0] * UNIT if sum(units[1:]) + self.work.leaders else None
         outputs = [*buffers.grads, *buffers.sink]
         learned = [i for i, t in enumerate(buffers.totals) if t is not None]
         written = [learned.index(s.slot) for s in self.stored]
-        return CallTensors(inputs, outputs, totals, scratch, self._tables(), zeros, written)
+        return CallTensors(inputs, outputs, totals, scratch, self._tables(), zeros, copied, written)
 
     def _is_repeatable(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether kernels on the current device can read these tensors without copies."""

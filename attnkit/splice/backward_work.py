@@ -73,10 +73,6 @@ class BackwardWork:
             starts=None if self.starts is None else self.starts.to(device),
         )
 
-    def order_tables(self) -> tuple[Tensor, ...]:
-        """Return the tables `order` with a new copy of the semaphores, for one launch."""
-        return (self.order[0].clone(), *self.order[1:]) if self.order else ()
-
 
 def backward_work(
     runs: BlockRuns | None,

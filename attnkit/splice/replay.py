@@ -59,6 +59,8 @@ class CallTensors:
         tables: tensors that are the same in every call.
         cleared: the first tensor of `workspace` must be zero from this byte on before the kernels
             run; None if it need not be.
+        copied: indices of `workspace` tensors, each with the table that it must equal before the
+            kernels run.
     """
 
     inputs: Sequence[Tensor]
@@ -67,6 +69,7 @@ class CallTensors:
     workspace: Sequence[Tensor]
     tables: Sequence[Tensor]
     cleared: int | None = None
+    copied: Sequence[tuple[int, Tensor]] = ()
     written: Sequence[int] = ()
 
 
@@ -85,6 +88,7 @@ class Replay:
         starts, size: first byte of each tensor of the workspace within one allocation, and the
             bytes of that allocation.
         cleared: bytes of the allocation to set to zero.
+        copied: bytes of the allocation to overwrite, each with the bytes of a table.
         offsets: addresses inside tensors, as (index of the tensor, bytes from its start).
         counter: function that returns the counters of kernels on the current stream.
         aligned: number of inputs that TMA reads. They are the first inputs.
@@ -98,6 +102,7 @@ class Replay:
     starts: Sequence[int]
     size: int
     cleared: slice
+    copied: Sequence[tuple[slice, Tensor]]
     offsets: Sequence[tuple[int, int]]
     counter: Callable[[], Tensor]
     aligned: int
@@ -135,6 +140,8 @@ class Replay:
         base = space.data_ptr()
         if self.cleared.stop:
             space[self.cleared].zero_()
+        for part, table in self.copied:
+            space[part].copy_(table)
         pool += [
             count.data_ptr(),
             *[t.data_ptr() for t in outputs],
@@ -194,6 +201,7 @@ def prepare_replay(
         starts,
         size,
         slice(0, 0) if cleared is None else slice(cleared, _bytes(tensors.workspace[0])),
+        [(slice(starts[i], starts[i] + _bytes(t)), t.view(torch.uint8)) for i, t in tensors.copied],
         tuple(offsets),
         counter,
         aligned,

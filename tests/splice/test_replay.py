@@ -123,6 +123,25 @@ def test_memory_that_a_kernel_adds_to() -> None:
         assert torch.equal(found[0][4:], a[4:])
 
 
+def test_memory_that_a_table_initialises() -> None:
+    """A part of the workspace equals its table before each call, although kernels write to it."""
+    count = lambda a, sums, turns, to: (
+        at(to, N).copy_(at(a, N) + at(turns, N)), at(turns, N).add_(1), at(sums, N).fill_(1)
+    )  # fmt: skip
+    add, table = Kernel(count), torch.rand(N)
+    a, sums, turns, out = torch.rand(N), torch.empty(N), table.clone(), torch.empty(N)
+    made = CallTensors([a], [out], [], [sums, turns], [], copied=[(1, table)])
+    again = prepare_replay([add(a, sums, turns, out)], made, lambda: torch.zeros(1), 1, CPU)
+    assert again is not None
+    before = table.clone()
+    for _ in range(3):
+        a = torch.rand(N)
+        found = again([a])
+        assert found is not None
+        assert torch.equal(found[0], a + before)
+    assert torch.equal(table, before)
+
+
 def test_equal_tensors_are_told_apart_by_their_place() -> None:
     case = Case()
     again, a = case.learned(), torch.rand(N)
