@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attnkit.runtime import reference
-from attnkit.runtime.reuse.backward import BackwardReuse
 from attnkit.runtime.variant import Variant
 from attnkit.schedule.targets import SM90
 from attnkit.splice import BackwardInputs
 from attnkit.splice import backward as splice_backward
 from attnkit.splice.backward_call import BackwardCall
+from attnkit.splice.replay import Replay
 from attnkit.testing import Case
 from attnkit.testing.quantities import (
     DenseCall,
@@ -42,25 +42,25 @@ def poisoned(*, ordered: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """Yield a list to which each run of the backward kernels appends whether it is deterministic.
+    """Yield a list to which each run of the backward kernels appends whether it has semaphores.
 
-    A relaunched backward never is.
+    They fix the order of sums.
     """
     seen: list[bool] = []
-    plain, again = BackwardCall.__call__, BackwardReuse.try_fast_path
+    plain, again = BackwardCall.__call__, Replay.__call__
 
     def recorded(call: BackwardCall, inputs: BackwardInputs) -> Any:
         seen.append(call.deterministic)
         return plain(call, inputs)
 
-    def repeated(*arguments: Any) -> Any:
-        found = again(*arguments)
-        seen.extend([] if found is None else [False])
+    def repeated(relaunch: Replay, inputs: Sequence[Tensor]) -> Any:
+        found = again(relaunch, inputs)
+        seen.extend([] if found is None else [bool(relaunch.copied)])  # semaphores alone are copied
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BackwardCall, "__call__", recorded)
-        patch.setattr(BackwardReuse, "try_fast_path", repeated)
+        patch.setattr(Replay, "__call__", repeated)
         yield seen
 
 
