@@ -5,6 +5,7 @@ If races are watched, an arrival releases knowledge and a wait acquires it; see 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from attnkit.emulator.faults import Trap
@@ -30,6 +31,9 @@ class MBarrier:
         released: knowledge that arrivals in this and earlier phases release, if races are watched.
         done: knowledge that a wait for the last completed phase acquires.
         initialised: (agent, time) of its initialisation, if races are watched.
+        seen: (agent, time, PTX line) of each wait that has seen the last completed phase, if races
+            are watched.
+        check_seen: reports those of them that the phase which completes now may have overtaken.
     """
 
     offset: int
@@ -43,6 +47,8 @@ class MBarrier:
     released: Knowledge | None = None
     done: Knowledge | None = None
     initialised: tuple[int, int] | None = None
+    seen: list[tuple[int, int, int]] = field(default_factory=list)
+    check_seen: Callable[[MBarrier], None] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT:
@@ -71,6 +77,9 @@ class MBarrier:
     def _complete(self) -> None:
         """Complete the phase if no arrivals and no bytes are missing."""
         if self.pending == 0 and self.tx == 0:
+            if self.check_seen is not None:
+                self.check_seen(self)
+                self.seen = []
             self.done = self.released
             self.phase ^= 1
             self.flips += 1

@@ -351,6 +351,20 @@ class RaceDetector:
             text = f"asynchronous arrival at {barrier.name} without fence.mbarrier_init"
             self._note("fence", text, (agent, barrier.line), (who.agent, line), "mbarrier")
 
+    def check_seen(self, barrier: Any) -> None:
+        """Report waits for an mbarrier's last completed phase that may miss it.
+
+        The next phase completes now. A wait for parity p fails while the parity of the last completed
+        phase is not p (PTX ISA, mbarrier.test_wait). So each wait that has seen the last phase must be
+        ordered before an arrival in the next one. Otherwise that warp may come too late in another
+        execution, and wait forever.
+        """
+        known = None if barrier.released is None else barrier.released.table[KNOWN]
+        for agent, time, line in barrier.seen:
+            if known is None or known[agent] < time:
+                text = f"the next phase of {barrier.name} may complete before this wait has seen the last one"
+                self._note("race", text, (agent, line), (agent, line), "mbarrier")
+
     def check_tensor(self, i: Index, who: Clock, line: int, *, write: bool) -> None:
         """Report a tcgen05 access that no tcgen05.fence orders after earlier accesses.
 

@@ -76,6 +76,7 @@ def mbarrier_init(gang: Gang, a: Lanes, count: Lanes, m: Mask) -> None:
             agent = gang.race.agent(_initialiser(gang))
             gang.clock.known[agent] += 1
             b.initialised = (agent, int(gang.clock.known[agent]))
+            b.check_seen = gang.race.check_seen
 
 
 def _shared_init(gang: Gang, address: int, count: Lanes, who: Mask) -> None:
@@ -181,6 +182,8 @@ def mbarrier_test_wait(
             ok |= passed
             if gang.events is not None:
                 gang.events.add("wait", gang.line, what=b, phase=b.flips - 1)
+            if gang.clock is not None and b.flips:
+                b.seen.append((gang.clock.agent, gang.clock.now, gang.line))
             if gang.clock is not None and b.done is not None:
                 several = len(gang.cluster.ctas) > 1
                 gang.clock.learn(b.done, relaxed, CLUSTER if several else CTA)
