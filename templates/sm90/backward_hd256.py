@@ -481,8 +481,7 @@ class BackwardHd256:
             cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
         if const_expr(c.sum_order):
-            self.deterministic.announce(bars.turns, info, Int32(-1), q_count, wg, thread)
-            self.deterministic.has_added(bars.turns)
+            self.deterministic.end(bars.turns, info, q_count, wg, thread)
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 

@@ -49,14 +49,24 @@ class Hd256Deterministic:
         self, bars: TurnBarriers, info: cute.Tensor, chunk: Int32, count: Int32, wg: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """Write the note of the `count`-th q block, with the semaphore it waits for and its turn.
-
-        A `chunk` of -1 means that no more q blocks follow.
-        """
+        """Write the note of the `count`-th q block, with the semaphore it waits for and its turn."""
         if wg == 0 and thread == 0:
             info[_note(count)] = chunk
             info[_note(count) + _TURN] = info[RECORD + WorkTile.KV_BLOCK]
             cute.arch.mbarrier_arrive(bars.announced)
+
+    @cute.jit
+    def end(self, bars: TurnBarriers, info: cute.Tensor, count: Int32, wg: Int32, thread: Int32):
+        """Tell both warps that no more q blocks follow after `count` of them.
+
+        The consumers wait as they do before they add. Otherwise `added` might complete a second time
+        before the warp that passes turns has seen the first, and that warp would wait forever.
+        """
+        if wg == 0 and thread == 0:
+            info[_note(count)] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.announced)
+        self.may_add(bars, count)
+        self.has_added(bars)
 
     def may_add(self, bars: TurnBarriers, count: Int32) -> None:
         """Wait until the turn of the `count`-th q block has come."""
@@ -73,11 +83,12 @@ class Hd256Deterministic:
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
             cute.arch.mbarrier_wait(bars.announced, count & 1)
-            chunk, turn = info[_note(count)], info[_note(count) + _TURN]
+            chunk = info[_note(count)]
             if chunk >= 0:
+                turn = info[_note(count) + _TURN]
                 wait_turn(order[OrderTable.SEMAPHORE].iterator + chunk, turn)
-                cute.arch.sync_warp()
-                device.arrive(bars.may_add)
+            cute.arch.sync_warp()
+            device.arrive(bars.may_add)
             count += 1
 
     @cute.jit
@@ -87,7 +98,9 @@ class Hd256Deterministic:
         count, chunk = Int32(0), Int32(0)
         while chunk >= 0:
             cute.arch.mbarrier_wait(bars.added, count & 1)
-            chunk, turn = info[_note(count)], info[_note(count) + _TURN]
+            chunk, turn = info[_note(count)], Int32(0)
+            if chunk >= 0:
+                turn = info[_note(count) + _TURN]
             cute.arch.sync_warp()
             device.arrive(bars.may_add)  # the note has been read
             if chunk >= 0:

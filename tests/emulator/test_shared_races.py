@@ -70,6 +70,39 @@ $L_end:
     assert findings(body) == kinds
 
 
+@pytest.mark.parametrize(("order", "kinds"), [("", []), (".relaxed.cta", ["race"])])
+def test_a_wait_that_may_miss_its_phase(order: str, kinds: list[str]) -> None:
+    """A warp that completes two phases must know that the other one has seen the first of them.
+
+    A relaxed wait comes late enough here, but orders nothing.
+    """
+    body = f"""
+    @%p1 bra $L_ready;
+    @!%p2 bra $L_ready;
+    mbarrier.init.shared.b64 [%r4], 1; mbarrier.init.shared.b64 [%r4+8], 1;
+$L_ready:
+    bar.sync 0;
+    @%p1 bra $L_end;
+    @%p2 bra $L_twice;
+$L_first:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r4], 0;
+    @!%p3 bra $L_first;
+    mbarrier.arrive.shared.b64 %d3, [%r4+8];
+$L_second:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r4], 1;
+    @!%p3 bra $L_second;
+    bra $L_end;
+$L_twice:
+    mbarrier.arrive.shared.b64 %d3, [%r4];
+$L_seen:
+    mbarrier.try_wait.parity{order}.shared.b64 %p3, [%r4+8], 0;
+    @!%p3 bra $L_seen;
+    mbarrier.arrive.shared.b64 %d3, [%r4];
+$L_end:
+    """
+    assert findings(body) == kinds
+
+
 def knowledge() -> Knowledge:
     return Knowledge(0, np.zeros((ROWS, 4), np.int32))
 

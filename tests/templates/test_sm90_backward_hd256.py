@@ -30,7 +30,8 @@ from tests.templates.backward_kit import (
     every_other,
     gradients,
     ordered,
-    poisoned,  # noqa: F401
+    poisoned,  # noqa: F401,
+    torch_forward,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -91,6 +92,19 @@ def test_deterministic_bits_do_not_depend_on_workers_or_order(dims: tuple[int, i
     first = ordered("emulate", "eager", 2, dims)
     second = ordered("emulate", "adversarial", 3, dims)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("ctas", [1, 4])
+def test_no_warp_misses_the_end_of_a_fixed_order(ctas: int) -> None:
+    """Warps that wait for turns and pass them see all q blocks, also in a CTA without work tiles."""
+    inputs, (weight, _) = draw(140, dims=(192, 128), heads=(1, 1))
+    learned = [t.detach().requires_grad_() for t in inputs]
+    with torch_forward():
+        out = flex_attention(*learned, None, CAUSAL, deterministic=True, backend="emulate")
+    with emulation.session(mode="race", ctas=ctas) as session:
+        torch.autograd.grad((out * weight).sum(), learned)
+    assert any(name.startswith("backward") for name, _ in session.reports)
+    assert session.ok, "\n".join(str(report) for _, report in session.reports)
 
 
 @pytest.mark.exhaustive
