@@ -23,6 +23,7 @@ COLOURS = {
     "Flex Triton": "#c0504d",
     "FlashAttention-2": "#8c8c8c",
 }
+FIXED = "attnkit deterministic"
 README_CASES = (
     *("full", "causal", "causal window 1024", "causal, 16 documents"),
     *("causal + ALiBi", "causal + softcap 20"),
@@ -42,8 +43,31 @@ def bursts(direction: str) -> str:
     """
     named = {case["name"] for case in tomllib.loads(CASES.read_text())["case"]}
     rows = [row for row in load("gpu") if "uncertainty" in row or "skipped" in row]
-    rows = [row for row in rows if row["case"] in named]
+    rows = [row for row in rows if row["case"] in named and row["contender"] != FIXED]
     return gpu_table.markdown(rows, direction, "burst")
+
+
+def fixed_order() -> str:
+    """Return the table of backwards in a fixed order beside those in any order, in bursts.
+
+    Each case has its newest run with both.
+    """
+    lines = [
+        "| backward, burst | any order, ms | fixed order, ms | time | cycles |",
+        "| --- |" + " --- |" * 4,
+    ]
+    found: dict[str, tuple[Row, Row]] = {}
+    pairs: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in load("gpu"):
+        if row["mode"] == "burst" and row["direction"] == "backward" and "cycles" in row:
+            pair = pairs.setdefault((row["run"], row["case"]), {})
+            pair[row["contender"]] = row
+            if "attnkit" in pair and FIXED in pair:
+                found[row["case"]] = pair["attnkit"], pair[FIXED]
+    for case, (plain, fixed) in found.items():
+        ratios = " | ".join(f"{fixed[key] / plain[key]:.2f}x" for key in ("ms", "cycles"))
+        lines.append(f"| {case} | {plain['ms']:.3f} | {fixed['ms']:.3f} | {ratios} |")
+    return "\n".join(lines)
 
 
 def runs() -> str:
@@ -155,6 +179,7 @@ def tables() -> dict[str, str]:
         "backward": attention("backward"),
         "bursts_forward": bursts("forward"),
         "bursts_backward": bursts("backward"),
+        "fixed_order": fixed_order(),
         "layers": layers(),
         "tiles": tiles(),
         "lengths": lengths(),
