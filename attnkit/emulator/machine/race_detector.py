@@ -4,7 +4,7 @@ Shared memory is tracked in granules of 4 bytes (fewer if the kernel has smaller
 memory a granule is a column in one quarter of the lanes. A granule without a writer is
 uninitialised. `knowledge` defines agents and their vector clocks. Accesses of different lanes of a
 warp are ordered by bar.warp.sync and by barriers, not by the order of their instructions (PTX ISA,
-bar.warp.sync).
+bar.warp.sync). Waits for mbarriers that may miss their phase are found with the same clocks.
 """
 
 from __future__ import annotations
