@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import attnkit
 from attnkit import BlockMask, create_block_mask, flex_attention, masks
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
+
+from cutlass import Int32, cute
 
 from attnkit.schedule.scheduler import Schedule
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice import BackwardInputs, KernelCall, backward_work
 from attnkit.splice import backward as splice_backward
+from attnkit.templates.common import device
 from attnkit.templates.common.semaphore import OrderRow, OrderTable
 from tests.sampling import diagonal, first_of, sampled
 from tests.templates.backward_kit import (
@@ -190,6 +195,28 @@ def test_deterministic_bits_of_captured_gradients(name: str) -> None:
     first = ordered("emulate", "eager", 2, name=name)
     second = ordered("emulate", "adversarial", 3, name=name)
     assert all(map(torch.equal, first, second))
+
+
+def test_turns_of_chunks_that_are_ready_early(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sums have the same bits if each chunk is ready before the one before it is reported.
+
+    Emulated warps run until they wait, so that no chunk would be.
+    """
+    plain = ordered("emulate", "eager", 2)
+
+    def once_ready(barrier: Any, parity: Any) -> Any:
+        cute.arch.mbarrier_wait(barrier, parity)
+        return Int32(1) != 0
+
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(device, "test_wait", once_ready)
+    attnkit.clear_caches()
+    try:
+        assert all(map(torch.equal, ordered("emulate", "adversarial", 3), plain))
+    finally:
+        attnkit.clear_caches()
 
 
 def late_kv_tiles(runs: BlockRuns, schedule: Schedule) -> Schedule:
