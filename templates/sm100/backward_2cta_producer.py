@@ -294,6 +294,9 @@ class Producer2Cta:
             cute.arch.mbarrier_wait(bars.s_full, (progress.q_count & 1) ^ 1)
         else:  # wait longer, because some warp might not have read the earlier record yet
             cute.arch.mbarrier_wait(bars.acc_full, (progress.acc_count & 1) ^ 1)
+            # nor the warps that add dQ, for which MMAs of two q blocks do not wait
+            before = progress.q_count - 1
+            cute.arch.mbarrier_wait(bars.block_empty + q_stage(c, before), q_phase(c, before))
         with cute.arch.elect_one():
             self.write_record(info, progress.kv_count, item, order)
             cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, c.rows_kv * c.head_dim * 2)
