@@ -93,9 +93,10 @@ def chunk_of(kinds: tuple[Runs, ...], rows: int, columns: int, capacity: int, le
 
 
 def units_in_order(kinds: tuple[Runs, ...], rows: int, capacity: int, workers: int) -> int:
-    """Choose how many units run together in a backward that adds to dQ in a fixed order.
+    """Choose how many heads run together in a backward that adds to dQ in a fixed order.
 
-    A unit is a head here, and its rows are kv tiles, which visit q tiles. A row waits at each tile until the row before it has added there, which takes some time
+    A unit is a head here, and its rows are kv tiles, which visit q tiles. A row waits at each tile
+    until the row before it has added there, which takes some time
     (`attnkit.schedule.deterministic_order`). With more units in a section, the rows of a unit begin
     further apart, so that they need not wait. But with too many of them, a tile has left L2 when the
     next row reads it.

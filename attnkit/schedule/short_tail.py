@@ -52,7 +52,7 @@ def with_short_tail(runs: BlockRuns, schedule: Schedule) -> Schedule:
 
 
 def _tail(schedule: Schedule) -> Tensor:
-    """Choose the work tiles that come at the end of the list, bool [work tiles].
+    """Mark the work tiles to move to the end of the list, bool [work tiles].
 
     They are the kv tiles of the highest indices of all heads that are complete by then. Together
     they take at most half as long as the longest work tile on all workers.

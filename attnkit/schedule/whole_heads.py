@@ -105,7 +105,7 @@ def choose_whole_heads(
 
 
 def meets_few_kv_tiles(runs: BlockRuns) -> bool:
-    """Return whether a q tile meets at most `MOST` kv tiles on average, which whole heads need."""
+    """Return whether the mask keeps at most `MOST` kv tiles for a q tile, on average."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     return count <= MOST * runs.batch * runs.heads * runs.q_blocks
 

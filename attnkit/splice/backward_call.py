@@ -319,7 +319,7 @@ class BackwardCall:
 
     @property
     def deterministic(self) -> bool:
-        """Return whether semaphores fix the order in which CTAs add, see `BackwardWork.order`."""
+        """Return whether CTAs add to gradients in a fixed order, see `BackwardWork.order`."""
         return self.settings.deterministic
 
     def _learn(self, launches: Sequence[Launch | None], call: CallTensors, scale: float) -> None:

@@ -51,7 +51,7 @@ from attnkit.templates.sm90.backward_shared import (
 
 
 class Report(IntEnum):
-    """Indices of the words in the report that a chunk is complete in memory."""
+    """Indices of the int32 words that tell the third warp which chunk is complete in memory."""
 
     CHUNK = 0
     FOLLOWING = 1  # the turn after the chunk's own

@@ -57,7 +57,9 @@ class Hd256Deterministic:
 
     @cute.jit
     def end(self, bars: TurnBarriers, info: cute.Tensor, count: Int32, wg: Int32, thread: Int32):
-        """Tell both warps that no more q blocks follow after `count` of them.
+        """Signal the two warps that wait for turns and pass them that the CTA has no more q blocks.
+
+        `count` is the number of q blocks that the CTA has processed.
 
         The consumers wait as they do before they add. Otherwise `added` might complete a second time
         before the warp that passes turns has seen the first, and that warp would wait forever.

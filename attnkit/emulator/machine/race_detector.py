@@ -352,7 +352,7 @@ class RaceDetector:
             self._note("fence", text, (agent, barrier.line), (who.agent, line), "mbarrier")
 
     def check_seen(self, barrier: Any) -> None:
-        """Report waits for an mbarrier's last completed phase that may miss it.
+        """Report each warp that may miss the last completed phase of an mbarrier.
 
         The next phase completes now. A wait for parity p fails while the parity of the last completed
         phase is not p (PTX ISA, mbarrier.test_wait). So each wait that has seen the last phase must be
