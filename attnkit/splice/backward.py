@@ -25,7 +25,7 @@ from attnkit.splice import backward_prepare, exact_sums, gqa_packing
 from attnkit.splice.backward_call import BackwardCall
 from attnkit.splice.backward_rows import cached_learned_loads
 from attnkit.splice.backward_template import BackwardCase, BackwardSettings
-from attnkit.splice.backward_work import scheduled, whole_heads
+from attnkit.splice.backward_work import arrivals, scheduled, whole_heads
 from attnkit.splice.class_sums import sums_by_class
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
 from attnkit.splice.program import Program
@@ -177,6 +177,8 @@ def first_writer_report(
         return (
             f"one CTA computes a whole head and writes dQ, {whole.saved} cycles less than with sums"
         )
+    if arrivals(fine, settings, first, (batch, heads)) is not None:
+        return "the kernel counts the kv tiles at each q tile: the first stores, the last writes dQ"
     if isinstance(first, str):
         return f"zeros are written before: {first}"
     return f"the first kv tile at each q tile stores, {first.saved} cycles less than with zeros"

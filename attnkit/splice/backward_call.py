@@ -282,7 +282,8 @@ class BackwardCall:
             *buffers.semaphores,
             *work.order[1:],
             *[t.view(torch.int32) for t in buffers.flags],
-            *([] if work.starts is None else [work.starts, buffers.written[0]]),
+            *[t for t in (work.starts, work.visits) if t is not None],
+            *([buffers.written[0]] if work.writes_dq else []),
             *self._leader_counters(buffers),
             inputs.scale,
             self.group,
@@ -340,7 +341,7 @@ class BackwardCall:
         work = self.work
         captured = [a for a in self.captured if not isinstance(a, CapturedSlot)]
         checks = [] if self.check is None else [self.check.rows]
-        starts = [] if work.starts is None else [work.starts]
+        starts = [t for t in (work.starts, work.visits) if t is not None]
         starts += [t for _, gap in self._gaps() for t in (gap.visited, gap.slices)]
         return [*captured, *checks, work.work_tiles, work.partial, work.full, *work.order, *starts]
 

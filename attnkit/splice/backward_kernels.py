@@ -196,6 +196,8 @@ def _with_switches(
         settings = settings.with_leaders()
     if work.first_writer:
         return settings.with_first_writer()
+    if work.visits is not None:
+        return settings.with_arrivals()
     return settings if work.starts is None else settings.with_whole_heads()
 
 
@@ -257,7 +259,7 @@ def _postprocess(
     for which, (count, width, block) in enumerate(
         zip(work.units, (wide, wide, deep), (block_q, columns, columns), strict=False)
     ):
-        if count and not (which == 0 and work.starts is not None):  # else the main kernel writes dQ
+        if count and not (which == 0 and work.writes_dq):
             own = rows if which == 0 else None
             head_dim = settings.head_dims[which == 2]
             source = postprocess_source(settings, head_dim, width, block, own)

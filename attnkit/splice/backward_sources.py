@@ -198,6 +198,7 @@ def main_source(
             deterministic=settings.deterministic,
             first_writer=settings.first_writer,
             whole_heads=settings.whole_heads,
+            arrivals=settings.arrivals,
             leaders=settings.leaders,
         )
         return Build(settings.template.main(settings, hooks), arguments, settings.template.options)

@@ -81,6 +81,8 @@ class BackwardTemplate:
             that dQ needs no memset.
         whole_heads: settings -> whether a CTA may compute all kv tiles of a head, so that dQ needs no
             memset and no postprocess.
+        arrivals: settings -> whether the main kernel may count the kv tiles at each q tile, so that
+            dQ needs no memset and no postprocess.
         config: settings -> the `BackwardConfig`.
         row_words: settings -> number of float32 words in which `preprocess` writes the LSE, and the
             delta, of one row.
@@ -109,6 +111,7 @@ class BackwardTemplate:
     cost: Callable[[BackwardSettings], Cost]
     first_writer: Callable[[BackwardSettings], bool]
     whole_heads: Callable[[BackwardSettings], bool]
+    arrivals: Callable[[BackwardSettings], bool]
     config: Callable[[BackwardSettings], Any]
     row_words: Callable[[BackwardSettings], tuple[int, int]]
     preprocess: Callable[[BackwardSettings, bool, RowHooks | None], Any]
@@ -147,6 +150,10 @@ class BackwardSettings:
         Their sums need no `sum_order`, because a CTA adds the parts of a head in a fixed order.
         """
         return self._with("whole_heads").in_any_order()
+
+    def with_arrivals(self) -> BackwardSettings:
+        """Return a copy of the settings with `arrivals` set to True."""
+        return self._with("arrivals")
 
     def in_any_order(self) -> BackwardSettings:
         """Return a copy of the settings that lets kv tiles add to dQ in any order."""
@@ -223,6 +230,11 @@ class BackwardSettings:
     def whole_heads(self) -> bool:
         """Return whether a CTA computes all kv tiles of a head, one after another."""
         return bool(self.values.get("whole_heads"))
+
+    @property
+    def arrivals(self) -> bool:
+        """Return whether the kv tiles at a q tile are counted, and the last one writes dQ."""
+        return bool(self.values.get("arrivals"))
 
     @property
     def block(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnkit.schedule.arrivals import few_visits
 from attnkit.schedule.deterministic_order import DeterministicOrder, deterministic_order
 from attnkit.schedule.first_writer import FirstWriters, choose_first_writers, first_writers
 from attnkit.schedule.scheduler import Schedule, Shape, schedule_backward
@@ -33,11 +34,13 @@ class BackwardWork:
         order: tables of the order of deterministic accumulation, see `_order`. The first holds the
             initial values of the semaphores. Empty if the order is not fixed, or if a CTA computes
             whole heads.
-        flags: number of flags for the chunks of dQ; 0 if no CTA waits for them.
+        flags: number of flags or counters for the chunks of dQ; 0 if no CTA waits for them.
         first_writer: whether the first kv tile of a row stores its part of dQ, so that dQ needs no
             memset.
         starts: int32 [heads], see `attnkit.schedule.whole_heads`; None unless a CTA computes whole
             heads.
+        visits: int32 [B * H * q tiles], how many kv tiles visit each q tile, if the kernel counts
+            them; else None.
         leaders: number of counters of stored blocks of dS, if batch element 0 stores the gradient of
             a bias before others add theirs; else 0.
         units: number of units (`UNIT` floats) of the float32 sums: of dQ, of shared dK, of shared
@@ -55,12 +58,18 @@ class BackwardWork:
     flags: int
     first_writer: bool
     starts: Tensor | None
+    visits: Tensor | None
     leaders: int
     units: tuple[int, int, int, int]
     rows: int
     counters: int
     workers: int
     cost: float
+
+    @property
+    def writes_dq(self) -> bool:
+        """Return whether the main kernel rounds and writes dQ."""
+        return self.starts is not None or self.visits is not None
 
     def to(self, device: torch.device) -> BackwardWork:
         """Return a copy whose tables are on `device`."""
@@ -71,6 +80,7 @@ class BackwardWork:
             full=self.full.to(device),
             order=tuple(t.to(device) for t in self.order),
             starts=None if self.starts is None else self.starts.to(device),
+            visits=None if self.visits is None else self.visits.to(device),
         )
 
 
@@ -150,6 +160,8 @@ def build_tables(
     if isinstance(whole, WholeHeads):
         schedule = whole.schedule._replace(workers=schedule.workers)
         first = "a CTA computes whole heads"
+    free = not (learned or leaders or isinstance(whole, WholeHeads))
+    visits = arrivals(runs, settings, first, (batch, heads)) if free else None
     units = [batch * heads * runs.q_blocks * (rows * wide // UNIT), 0, 0, 0]
     if settings.values["accumulate"]:
         tiles = key.shape[0] * key.shape[1] * runs.kv_blocks * (columns // 64)
@@ -179,8 +191,13 @@ def build_tables(
         partial=_pairs(runs.partial_t.start, runs.partial_t.length),
         full=_pairs(runs.full_t.start, runs.full_t.length),
         order=order,
-        flags=2 * batch * heads * runs.q_blocks * (first_writer and not order),
+        flags=2
+        * batch
+        * heads
+        * runs.q_blocks
+        * ((first_writer and not order) or visits is not None),
         first_writer=first_writer,
+        visits=visits,
         starts=whole.starts if isinstance(whole, WholeHeads) else None,
         leaders=runs.kv_blocks * heads * runs.q_blocks * leaders,
         units=(units[0], units[1], units[2], units[3]),
@@ -288,6 +305,18 @@ def batch_ascends(schedule: Schedule) -> bool:
     last = torch.full((size,), -1, device=device)
     last = last.scatter_reduce(0, place[lead], index[lead], "amax")
     return bool((index > last[place])[~lead].all())
+
+
+def arrivals(
+    runs: BlockRuns, settings: BackwardSettings, first: FirstWriters | str, sizes: tuple[int, int]
+) -> Tensor | None:
+    """Return the kv tiles at each q tile if the kernel counts them, see `attnkit.schedule.arrivals`.
+
+    `first` is the result of `scheduled`; the sizes are batch and (packed) heads.
+    """
+    if isinstance(first, FirstWriters) or not settings.template.arrivals(settings):
+        return None
+    return few_visits(runs, *sizes)
 
 
 def whole_heads(

@@ -103,6 +103,7 @@ def main_arguments(
     deterministic: bool,
     first_writer: bool,
     whole_heads: bool = False,
+    arrivals: bool = False,
     leaders: bool = False,
 ) -> tuple[Any, ...]:
     """Build the arguments of the main backward kernels of `templates.sm90` and `templates.sm100`.
@@ -115,6 +116,7 @@ def main_arguments(
         deterministic: whether gradients are accumulated in a fixed order.
         first_writer: whether the first kv tile of a row stores its part of dQ instead of adding it.
         whole_heads: whether a CTA computes all kv tiles of a head, and writes dQ.
+        arrivals: whether the kv tiles at a q tile are counted, and the last one writes dQ.
         leaders: whether batch element 0 stores the gradient of a bias before others add theirs.
     """
     wide, deep = head_dims
@@ -130,11 +132,14 @@ def main_arguments(
         _ints(),
         *learned_arguments(captured, totals, deterministic),
         # deterministic: semaphores and tables of the order; whole heads: their first work tiles, and
-        # dQ; leaders: counters of stored blocks of dS; else flags of stored chunks of dQ
+        # dQ; arrivals: counters, visits, and dQ; leaders: counters of stored blocks of dS; else flags
+        # of stored chunks of dQ
         [_ints(), _ints(4), _ints(), _ints(), _ints(2)]
         if deterministic
         else [_ints(), tile_tensor(dtype, wide)]
         if whole_heads
+        else [_ints(), _ints(), tile_tensor(dtype, wide)]
+        if arrivals
         else [captured_tensor("int32", 2, True)]
         if leaders
         else [_ints()] * first_writer,

@@ -148,6 +148,7 @@ BACKWARD = BackwardTemplate(
     cost=cost,
     first_writer=first_writer,
     whole_heads=lambda settings: False,
+    arrivals=lambda settings: False,
     config=config,
     row_words=row_words,
     preprocess=preprocess,

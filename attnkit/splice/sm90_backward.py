@@ -148,6 +148,11 @@ def whole_heads(settings: BackwardSettings) -> bool:
     return not _wide(settings) and square and not shared
 
 
+def arrivals(settings: BackwardSettings) -> bool:
+    """Return whether the main kernel may count the kv tiles at each q tile, and write dQ."""
+    return whole_heads(settings) and not (settings.deterministic or settings.bias_first)
+
+
 def config(settings: BackwardSettings) -> Any:
     """Build the config object of the kernels from the settings."""
     if _is_hd192(settings):
@@ -253,6 +258,7 @@ BACKWARD = BackwardTemplate(
     cost=cost,
     first_writer=first_writer,
     whole_heads=whole_heads,
+    arrivals=arrivals,
     config=config,
     row_words=row_words,
     preprocess=preprocess,

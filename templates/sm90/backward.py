@@ -45,6 +45,7 @@ from attnkit.templates.common.site import Site
 from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import RECORD, WorkTile
 from attnkit.templates.sm90.backward_alibi import Alibi
+from attnkit.templates.sm90.backward_arrivals import ArrivalTable
 from attnkit.templates.sm90.backward_bias_first import BiasFirst, wait_unless
 from attnkit.templates.sm90.backward_bias_in_smem import (
     BackwardBiasCopier,
@@ -174,7 +175,7 @@ class Backward:
         self.bias_copier = BackwardBiasCopier(config, hooks)
         self.bias_reader = BiasReader(config)
         self.epilogue = Epilogue(config)
-        self.whole_heads = self.epilogue.whole_heads
+        self.finisher = self.epilogue.finisher
         self.deterministic = DeterministicReduce(config)
         leaves_last = not config.bias_bytes
         self.dq_reduce: Reduce = DqReduce(config.chunk, leaves_last)
@@ -223,9 +224,9 @@ class Backward:
                 of 16 bytes. With `accumulate`, grad_key and grad_value are not written.
             lse, delta: float32 [B * H * q blocks * block_q], from `common.preprocess.Preprocess`.
             sums: float32 sums, zero; with `whole_heads`, memory for dQ of one head for each CTA,
-                which need not be zero; with `first_writer`, the sums of dQ need not be zero. First
-                the units of dQ. Then, with `accumulate`, the units of dK and of dV; with `joins`,
-                dK and dV of every split kv block.
+                which need not be zero; with `first_writer` or `arrivals`, the sums of dQ need not
+                be zero. First the units of dQ. Then, with `accumulate`, the units of dK and of dV;
+                with `joins`, dK and dV of every split kv block.
             items: the work list, int32 [work tiles, 12], see `WorkItem`.
             partial, full: int32 [2, runs], starts and lengths of the transposed runs.
             counter: int32 [1 + 8 * split kv blocks], zero; the kernel resets it to zero.
@@ -234,8 +235,9 @@ class Backward:
             totals: gradients of captured tensors that require grad, float32, in the shapes of the
                 tensors; the kernel adds to them. With `sum_order`, int64 with a last dimension of
                 bins, see `common.exact_sums`.
-            order: empty if sums have no order. With `whole_heads`: `HEAD_STARTS` and `GRAD_QUERY`. With `first_writer` only: int32 flags of the chunks
-                of dQ, zero. With `leaders` only: int32 [kv blocks, H * q blocks], zero, see
+            order: empty if sums have no order. With `whole_heads`: `HEAD_STARTS` and `GRAD_QUERY`.
+                With `arrivals`: see `ArrivalTable`. With `first_writer` only: int32 flags of the
+                chunks of dQ, zero. With `leaders` only: int32 [kv blocks, H * q blocks], zero, see
                 `backward_leaders`. With `sum_order`: the tensors of `common.semaphore.OrderTable`. The
                 semaphores of dQ are initially the first turn of their row, those of dK and dV are
                 0; there is one per chunk of the sums. The kernel restores these values.
@@ -246,7 +248,10 @@ class Backward:
         """
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
-        store = self.whole_heads.tma(order[GRAD_QUERY]) if const_expr(c.whole_heads) else ()
+        store = ()
+        if const_expr(c.writes_dq):
+            at = ArrivalTable.GRAD_QUERY if const_expr(c.arrivals) else GRAD_QUERY
+            store = self.finisher.tma(order[at])
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
             ordered(t, (2, 3, 1, 0)) for t in (query, key, value, grad_out, grad_key, grad_value)
         )
@@ -397,11 +402,17 @@ class Backward:
             for wg in cutlass.range_constexpr(CONSUMERS):
                 if warp == DQ_WARP + wg:
                     if const_expr(c.whole_heads):
-                        self.whole_heads.run(wg, staging, info, bars.chunk, sums, store, problem)
+                        self.finisher.run(wg, staging, info, bars.chunk, sums, store, problem)
+                    elif const_expr(c.arrivals):
+                        self.finisher.run(
+                            wg, staging, info, bars.chunk, sums, store, problem, order
+                        )
                     else:
                         self.dq_reduce.run(wg, staging, info, bars.chunk, sums, order)
             if warp == CLEAR_WARP:
                 self.epilogue.clear_masked(items, grad_key, grad_value)
+                if const_expr(c.arrivals):
+                    self.epilogue.clear_unvisited(order, problem)
                 if const_expr(c.bias_bytes):
                     self.bias_copier.run(bias, info, bars.load.k_empty, captured, problem)
                 if const_expr(c.sum_order):
@@ -509,7 +520,7 @@ class Backward:
             warpgroup.wait_group(0)
             self.epilogue.write_dk_dv(mma.dk, mma.dv, out, kv_count, note[0])
             # in that case `write_dk_dv` has already waited
-            free = not (c.accumulate or c.whole_heads)
+            free = not (c.accumulate or c.writes_dq)
             if const_expr(c.one_hot):
                 site = self.site_of(kv_count - 1, captured, out)
                 q_block = self.q_block(kv_count - 1, note, out)
@@ -720,7 +731,7 @@ class Backward:
             self.one_hot.add(w.classes, self.one_hot.places(w.classes, site, q_block), some)
         free = self.one_hot is not None
         next_chunk = None
-        if c.whole_heads:  # before a work tile's last chunk, dK and dV pass through the staging
+        if c.writes_dq:  # before a work tile's last chunk, dK and dV pass through the staging
             own = place[0] + 2 * (block.word >> 2)
             next_chunk = cutlass.select_(last, Int32(-1), own)
         elif c.leaders:
@@ -728,7 +739,7 @@ class Backward:
         if first:
             self.epilogue.send_last_dq(mma.dq, note, out, q_count, kv_count, free, next_chunk)
         else:
-            if not c.whole_heads:
+            if not c.writes_dq:
                 next_chunk = place[0] + 2 * (block.word >> 2)
             self.epilogue.send_dq(mma.dq, note, out, q_count - 1, free, next_chunk, kv_count)
         if self.bias_first is not None:

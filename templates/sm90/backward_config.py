@@ -33,6 +33,8 @@ class BackwardConfig:
         whole_heads: a CTA computes all kv blocks of a head, in ascending order. The first one of a
             q block stores its part of dQ, and the last one rounds and writes dQ, see
             `backward_whole_heads`.
+        arrivals: a CTA counts the parts of dQ that arrive at a q block. The first part is stored,
+            and the last one is rounded and written to dQ, see `backward_arrivals`.
         less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
             only add terms to the score that do not depend on the score.
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
@@ -58,6 +60,7 @@ class BackwardConfig:
     sum_order: str = ""
     first_writer: bool = False
     whole_heads: bool = False
+    arrivals: bool = False
     less_lse: bool = False
     with_entropy: bool = False
     weights: bool = False
@@ -81,6 +84,11 @@ class BackwardConfig:
         return not (self.accumulate or self.sum_order or self.first_writer or self.whole_heads)
 
     @property
+    def writes_dq(self) -> bool:
+        """Whether the main kernel rounds and writes dQ, so that no postprocess does."""
+        return self.whole_heads or self.arrivals
+
+    @property
     def chunk(self) -> int:
         """Floats that a warpgroup adds to a sum at once: its half of a block of dQ."""
         return self.block_q * self.head_dim // 2
@@ -92,9 +100,11 @@ class BackwardConfig:
 
     @property
     def flags(self) -> int | None:
-        """Number of flags per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
+        """Number of words per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
         if self.whole_heads:
             return 0  # a CTA waits for no other
+        if self.arrivals:
+            return self.chunks * ROWS // self.block_q  # a counter of each chunk
         if not self.first_writer:
             return None
         return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
@@ -157,11 +167,13 @@ class BackwardConfig:
             return "with_entropy=True and with_dropout=True: expected one of them"
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
-        if self.whole_heads and self.chunk != UNIT:
-            return f"whole heads with chunks of {self.chunk} floats: expected {UNIT}"
+        if self.writes_dq and self.chunk != UNIT:
+            return f"dQ of chunks of {self.chunk} floats: expected {UNIT}"
         shared = self.accumulate or self.sum_order or self.first_writer or self.one_hot
-        if self.whole_heads and shared:
+        if self.whole_heads and (shared or self.arrivals):
             return "whole heads with sums that CTAs share, or with sums by class"
+        if self.arrivals and (shared or self.leaders or self.bias_first):
+            return "sums in the order of arrival with another order, sums by class or a full bias"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} bytes of shared memory: a CTA has {SMEM_BYTES}"
         return None

@@ -16,7 +16,9 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from attnkit.templates.common import device
 from attnkit.templates.common.backward_work import Problem
+from attnkit.templates.common.tma import ordered
 from attnkit.templates.common.work_tile import WorkItem, WorkTile
+from attnkit.templates.sm90.backward_arrivals import Arrivals, ArrivalTable
 from attnkit.templates.sm90.backward_config import ROWS, BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     CONSUMERS,
@@ -91,7 +93,7 @@ class Epilogue:
     def __init__(self, config: BackwardConfig) -> None:
         self.config = config
         self.dtype = device.DTYPES[config.dtype]
-        self.whole_heads = WholeHeads(config)
+        self.finisher = Arrivals(config) if config.arrivals else WholeHeads(config)
 
     # ------------------------------------------------------------------------------- chunks of dQ
 
@@ -107,7 +109,7 @@ class Epilogue:
         """
         if kv_count > 0:
             k_empty = out.bars.load.k_empty + ((kv_count - 1) & 1)
-            if const_expr(self.config.whole_heads):  # the note reads the record
+            if const_expr(self.config.writes_dq):  # the note reads the record
                 self.send_dq(dq, note, out, q_count - 1, False, next_chunk, kv_count - 1)
                 cute.arch.mbarrier_arrive(k_empty)
             else:
@@ -121,6 +123,10 @@ class Epilogue:
                     self.send_dq(dq, note, out, q_count - 1, free)
         elif const_expr(self.config.leaders):  # the kernel's first q block: no chunk precedes it
             self.announce_first(next_chunk, kv_count, out)
+        elif const_expr(self.config.arrivals):
+            wait_staging_empty(out.wg)
+            self.finisher.request_sum(next_chunk, kv_count, out)
+            self.announce(out)
 
     def announce_first(self, next_chunk: Any, kv_count: Any, out: Outputs) -> None:
         """Send a note without a chunk, which announces the first q block, see `backward_leaders`."""
@@ -146,11 +152,11 @@ class Epilogue:
                 with leaders.
         """
         device.arrive(out.bars.ds_empty + (q_count & 1))
-        if self.config.whole_heads:
+        if self.config.writes_dq:
             following = Int32(-1) if next_chunk is None else next_chunk
             if not free:
                 wait_staging_empty(out.wg)
-            self.whole_heads.send(dq, note[0], following, kv_count, out)
+            self.finisher.send(dq, note[0], following, kv_count, out)
             self.announce(out)
             return
         rest: tuple = () if next_chunk is None else (next_chunk,)
@@ -260,8 +266,8 @@ class Epilogue:
                         dk, out.to.grad_key, place, out.problem.scale, out.to.staging, wg, lane
                     )
                 # all warps have read the staging memory before the next dQ is written to it
-                if const_expr(self.config.whole_heads):
-                    self.whole_heads.request_sum(chunk, kv_count - 1, out)
+                if const_expr(self.config.writes_dq):
+                    self.finisher.request_sum(chunk, kv_count - 1, out)
                     self.announce(out)
                 else:
                     cute.arch.barrier(
@@ -400,7 +406,7 @@ class Epilogue:
                     to = base + (4 * step * target.stride[0] + 64 * i)
                     device.store_where(inside, to, [words[k] for k in range(4)])
 
-    # ------------------------------------------------------------------- fully masked kv blocks
+    # ------------------------------------------------------------------------ fully masked blocks
 
     @cute.jit
     def clear_masked(self, items: cute.Tensor, grad_key: cute.Tensor, grad_value: cute.Tensor):
@@ -427,27 +433,50 @@ class Epilogue:
                     items[index, WorkItem.HEAD],
                     items[index, WorkItem.BATCH],
                 )
-                self.zero(grad_key, c.head_dim, place)
-                self.zero(grad_value, c.head_dim_v, place)
+                self.zero(grad_key, c.head_dim, place, c.block_kv)
+                self.zero(grad_value, c.head_dim_v, place, c.block_kv)
 
     @cute.jit
-    def zero(self, target: cute.Tensor, width: cutlass.Constexpr, place: tuple):
-        """Write zeros to a kv block of a gradient, by one warp.
+    def clear_unvisited(self, order: list, problem: Problem):
+        """Write zeros to dQ of the q blocks to which nothing is added, by one warp."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        visits, bm = order[ArrivalTable.VISITS], self.config.block_q
+        target = ordered(order[ArrivalTable.GRAD_QUERY], (2, 3, 1, 0))
+        blocks = (problem.q_len + bm - 1) // bm
+        total = visits.shape[0]
+        for first in cutlass.range(cta, total, WARP * ctas, unroll=1):
+            own = first + ctas * cute.arch.lane_idx()
+            empty = (visits[cutlass.min(own, total - 1)] == 0) & (own < total)
+            lanes = cute.arch.vote_ballot_sync(empty)
+            while lanes != 0:
+                index = first + ctas * cute.arch.popc((lanes & -lanes) - 1)
+                lanes = lanes & (lanes - 1)
+                block, head = index % blocks, index // blocks
+                place = block, head % problem.heads, head // problem.heads
+                self.zero(target, self.config.head_dim, place, bm)
+
+    @cute.jit
+    def zero(
+        self, target: cute.Tensor, width: cutlass.Constexpr, place: tuple, rows: cutlass.Constexpr
+    ):
+        """Write zeros to a block of a gradient, by one warp.
 
         Args:
             target: the gradient, [S, D, H, B].
             width: its head dim, rounded up to that of the kernel.
-            place: the kv block, head and batch element.
+            place: the block, head and batch element.
+            rows: rows of a block.
         """
-        kv_block, h, b = place
+        block, h, b = place
         lane = cute.arch.lane_idx()
         vectors = width // VECTOR  # of a row; a constant, because division is slow
-        first = kv_block * self.config.block_kv
+        first = block * rows
         zeros = cute.make_rmem_tensor(4, Int32)  # 8 of the dtype
         zeros.fill(0)
         words = [zeros[k] for k in range(4)]
         # more stores at once spill: the producer warps have 24 registers
-        for i in cutlass.range(lane, self.config.block_kv * vectors, WARP, unroll=2):
+        for i in cutlass.range(lane, rows * vectors, WARP, unroll=2):
             row, column = first + i // vectors, i % vectors * VECTOR
             inside = (row < target.shape[0]) & (column < target.shape[1])
             to = cute.domain_offset((row, column, h, b), target).iterator

@@ -41,6 +41,7 @@ class NamedBarrier(IntEnum):
     DQ_EMPTY = 3  # the previous chunk has been read; threads: `DQ_THREADS`
     EPILOGUE = 5  # threads: `WARPGROUP`
     BOTH_CONSUMERS = 7  # of `backward_hd256_roles` alone; the same ID in both consumers
+    BOTH_ARRIVALS = 8  # the warps of `backward_arrivals` of both consumers; the same ID in both
 
 
 DQ_THREADS = WARPGROUP + WARP  # a consumer and the warp that adds its dQ
@@ -80,6 +81,7 @@ class Word:
     NOTE = 16  # a `ChunkNote` for each consumer
     # Deterministic: a `backward_deterministic.Report` for each consumer, as far apart as the notes.
     LANDED = 32
+    ROLE = 32  # sums in the order of arrival: flags of each consumer's next chunk, as far apart
     NEXT_ITEM = 24  # in the second CTA of a pair: the index of the next work tile
     BIAS_NOTES = 32  # with a copied bias: two notes, see `backward_bias_in_smem`
     COUNT = 40

@@ -112,10 +112,11 @@ class WholeHeads:
             start.align(16), cute.make_layout((4, size // LANE_STRIDE), stride=(1, LANE_STRIDE))
         )
         own = cute.make_tensor(dq.iterator, cute.make_layout((4, size // LANE_STRIDE)))
-        if chunk < LAST_WRITER:
+        role = self.role(chunk, out)
+        if role < LAST_WRITER:
             cute.autovec_copy(own, staged)
         else:
-            if (chunk & FIRST_WRITER) == 0:
+            if (role & FIRST_WRITER) == 0:
                 others = cute.make_rmem_tensor(own.layout, own.element_type)  # f32 [4, 8]
                 cute.autovec_copy(staged, others)
                 for i in range(cute.size(own)):
@@ -127,6 +128,10 @@ class WholeHeads:
             self.write_rounded(dq, out)
         # bulk copies and TMA read shared memory by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    def role(self, chunk: Int32, out: Any) -> Any:
+        """Return a number with the flags that say how the chunk is summed."""
+        return chunk
 
     def request_sum(self, chunk: Int32, kv_count: Int32, out: Any) -> None:
         """Request the sum of the earlier parts of a chunk, after other use of the staging memory.
@@ -268,12 +273,17 @@ class WholeHeads:
             same: whether the last part was sent by the bulk copy that was issued last.
             barrier, phase: mbarrier of the load, and the parity to wait for.
         """
-        size = Int32(4 * self.config.chunk)
         # the earlier parts are complete in memory
         if same:
             self.complete(0)
         else:
             self.complete(1)
+        self.issue_load(source, target, barrier)
+        cute.arch.mbarrier_wait(barrier, phase)
+
+    def issue_load(self, source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer) -> None:
+        """Issue the load of the sum of a chunk's earlier parts, which completes `barrier`."""
+        size = Int32(4 * self.config.chunk)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
             cute.arch.inline_ptx(
@@ -282,4 +292,3 @@ class WholeHeads:
                 read_only_args=[target.toint(), source.toint(), size, barrier.toint()],
             )
         cute.arch.sync_warp()
-        cute.arch.mbarrier_wait(barrier, phase)

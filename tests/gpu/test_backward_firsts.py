@@ -1,4 +1,4 @@
-"""Check first-writer dQ and whole heads on a GPU against a backward that clears its sums first.
+"""Check dQ without a memset on a GPU against a backward that clears its sums first.
 
 A kv tile that adds to a chunk before it is stored, or stores it later, is visible because memory
 holds NaN or the results of an earlier call.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnkit import flex_attention, masks, mods
-from attnkit.schedule import first_writer, whole_heads
+from attnkit.schedule import arrivals, first_writer, whole_heads
 from attnkit.splice import backward_prepare, backward_work
 from attnkit.splice.backward_work import BackwardWork
 from tests.gpu import cute_kit as kit
@@ -178,4 +178,44 @@ def whole(wanted: bool) -> Iterator[list[BackwardWork]]:
     with storing(True) as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_heads, "BYTES_A_CLOCK", 1)
         patch.setattr(whole_heads, "MOST", 16 if wanted else 0)
+        yield found
+
+
+def sparse(length: int, name: str) -> Any:
+    """Return a mask that keeps few kv tiles for a q tile."""
+    random = torch.Generator().manual_seed(length)
+    rows = 64 if name == "half blocks" else 128
+    kept = torch.rand(HEADS, length // rows + 1, length // 128 + 1, generator=random) < 0.05
+    kept = kept.to(kit.DEVICE)
+    if name == "same q tiles":
+        return lambda b, h, q, kv: q % 1024 < 128
+    return lambda b, h, q, kv: kept[h, q // rows, kv // 128]
+
+
+@pytest.mark.parametrize("name", ["blocks", "half blocks", "same q tiles"])
+@pytest.mark.parametrize(("dim", "length"), [(128, 4096), (64, 4000)])
+def test_sums_in_the_order_of_arrival(
+    replayed: list[bool],  # noqa: F811
+    name: str,
+    dim: int,
+    length: int,
+) -> None:
+    made, mask = drawn(length, dim, HEADS), sparse(length, name)
+    with counting(False) as works:
+        expected = gradients(made, mask)
+        assert works[-1].visits is None
+    with counting(True) as works:
+        for _ in range(50):
+            poison()
+            close(gradients(made, mask), expected)
+        assert works[-1].visits is not None
+    assert replayed[-1]
+
+
+@contextmanager
+def counting(wanted: bool) -> Iterator[list[BackwardWork]]:
+    """Force or disable sums in the order of arrival in the `with` block; yield the list of tables."""
+    with storing(False) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_heads, "MOST", 0)
+        patch.setattr(arrivals, "MOST", 64 if wanted else 0)
         yield found

@@ -91,6 +91,9 @@ def test_explain_shows_it() -> None:
     times, clearing = found.schedule.rsplit("\n", 1)
     assert times == str(found.forecast)
     assert clearing.startswith("dQ        on Hopper, zeros are written before: ")
+    sparse = lambda b, h, q, kv: (3 * (q // 128) + kv // 128) % 16 == 0
+    counted = explain(None, sparse, q_len=4096, heads=4, head_dim=128).schedule
+    assert "dQ        on Hopper, the kernel counts the kv tiles at each q tile" in counted
     nothing = explain(q_len=300, kv_len=200)  # no mask: all tiles
     assert "schedule (predicted for 132 SMs, not measured)" in str(nothing)
     assert "forward   3 work tiles" in nothing.schedule

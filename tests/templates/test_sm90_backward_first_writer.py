@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnkit import masks, mods
-from attnkit.schedule import first_writer
+from attnkit.schedule import arrivals, first_writer
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
@@ -103,9 +103,14 @@ def test_in_a_fixed_order(works: list[BackwardWork], mask: Any, dims: tuple[int,
 GAPS = lambda b, h, q, kv: (kv <= q) & (q - kv < 150) & ((q < 128) | (q >= 384))
 
 
-def test_zeros_where_some_rows_keep_nothing(works: list[BackwardWork]) -> None:
+@pytest.mark.parametrize("most", [0, arrivals.MOST])
+def test_some_rows_that_keep_nothing(
+    works: list[BackwardWork], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST", most)
     check(draw(500), mask=GAPS)
     assert not works[-1].first_writer
+    assert (works[-1].visits is None) == (most == 0)  # else the kernel writes the zeros
 
 
 @pytest.mark.usefixtures("in_turn")

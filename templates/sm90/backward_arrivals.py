@@ -1,0 +1,220 @@
+"""Sum dQ in the order in which its parts arrive (Hopper backward, sparse block lists).
+
+Several CTAs compute parts of the same chunk of dQ at about the same time, and the work list does not
+say which of them is the first or the last. So each part draws a ticket from a counter of its chunk.
+The first part is stored in float32, and those in between are added to it. The last one waits until
+the others are complete in memory, adds its own to their sum, rounds it and writes it to dQ. The only
+part of a chunk is rounded at once. Compared with sums that every part adds to, this needs no memset
+before the kernel and no rounding after it.
+
+A part's ticket is drawn while the consumer still computes it, so that the sum of the others is in
+shared memory when the consumer has its own. No cycle of waits can arise. A warp waits for lower
+tickets of a chunk, and before that it counts the part that it has sent. So it waits for a warp that
+waits itself at the same chunk, or for one whose consumer still computes the part. That consumer can
+be held up only by the other consumer of its CTA, whose warp waits. The consumers read each other's
+dS, and the mainloop writes dS of a q block before it sends dQ of the block before. So the other
+consumer is at an earlier q block of the same work tile, because `run` keeps the two from drawing
+tickets of different work tiles. A work tile visits its q blocks in ascending order. Along a chain of
+waits the q blocks of a head thus descend, or they stay the same and the tickets descend.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+
+from attnkit.templates.common.backward_work import Problem
+from attnkit.templates.common.semaphore import fence_bulk, read_turn
+from attnkit.templates.common.tma import partition
+from attnkit.templates.sm90.backward_config import ROWS
+from attnkit.templates.sm90.backward_dq_reduce import (
+    add_chunk,
+    read_note,
+    release_staging,
+    store_chunk,
+    wait_staging,
+)
+from attnkit.templates.sm90.backward_shared import (
+    FIRST_WRITER,
+    LAST_WRITER,
+    NO_CHUNK,
+    NOTE_WORDS,
+    WARP,
+    ChunkBarriers,
+    ChunkNote,
+    NamedBarrier,
+    Word,
+    heads_before,
+    q_blocks_of,
+)
+from attnkit.templates.sm90.backward_whole_heads import WholeHeads
+
+
+class ArrivalTable(IntEnum):
+    """Indices of the tensors in the kernel argument `order` with sums in the order of arrival."""
+
+    COUNTERS = 0  # int32 [chunks of dQ], zero, see `COMPLETE`
+    VISITS = 1  # int32 [B * H * q blocks], how many kv blocks add to each q block
+    GRAD_QUERY = 2  # [B, H, S, D] of the dtype
+
+
+# A chunk's counter: the parts that have a ticket, and this much for each that is complete in memory.
+COMPLETE = 1 << 16
+LINE = 32  # floats of a cache line
+
+
+class Arrivals(WholeHeads):
+    """Sends chunks of dQ from a consumer, and stores, adds or finishes them in another warp.
+
+    The indices of chunks count from the first q block of all heads.
+    """
+
+    def role(self, chunk: Int32, out: Any) -> Any:
+        """Return the flags that say how the chunk is summed, as the other warp has written them."""
+        return out.info[Word.ROLE + NOTE_WORDS * out.wg]
+
+    # --------------------------------------------------------------------------- of another warp
+
+    @cute.jit
+    def run(
+        self, wg: Constexpr, staging: cute.Pointer, info: cute.Tensor, bars: ChunkBarriers,
+        sums: cute.Tensor, tma: tuple, problem: Problem, order: list,
+    ):  # fmt: skip
+        """Run the warp that stores, adds and finishes a consumer's chunks.
+
+        Args:
+            wg, staging, info, bars, tma, problem: see `WholeHeads.run`.
+            sums: float32 in global memory, the chunks of all heads; not initialized.
+            order: see `ArrivalTable`.
+        """
+        size = self.config.chunk
+        counters = order[ArrivalTable.COUNTERS]
+        source = staging + wg * size
+        layout = self.rounded_layout()
+        rounded = cute.make_tensor(  # dtype [64, 64, 4]
+            cute.recast_ptr(staging, layout.inner, dtype=self.dtype), layout.outer
+        )
+        store, tiles = tma
+        store_from, store_to = partition(
+            store, rounded, tiles, (ROWS, ROWS), (None, None, None, None)
+        )
+        release_staging(wg)
+        # `counter` is the chunk's counter as it was when its part drew a ticket
+        chunk, counter, role, loads = (Int32(0),) * 4
+        while chunk >= 0:
+            wait_staging(wg)
+            # The last chunk of a work tile follows the note on dK and dV.
+            before_last = chunk == NO_CHUNK
+            chunk = read_note(info, wg, ChunkNote.CHUNK)
+            if chunk >= 0:
+                sent = Int32(NO_CHUNK)  # the part to count
+                if chunk == NO_CHUNK:
+                    pass
+                elif role >= LAST_WRITER:
+                    head, batch = (
+                        read_note(info, wg, i) for i in (ChunkNote.HEAD, ChunkNote.BATCH)
+                    )
+                    before = heads_before(self.config, problem, batch, head)
+                    own = chunk - before * (q_blocks_of(self.config, problem) * 2)
+                    head, row, column = self.place(own, wg, info, problem)
+                    to = store_to[None, row, column, head, batch]
+                    cute.copy(store, store_from[None, 2 * wg], to)
+                    cute.arch.cp_async_bulk_commit_group()
+                else:
+                    sent = chunk
+                    target = sums.iterator + Int64(chunk) * size
+                    if role >= FIRST_WRITER:
+                        store_chunk(target, source, size)
+                    else:  # the first part must be complete
+                        self.wait_parts(counters, chunk, counter, Int32(1))
+                        add_chunk(target, source, size)
+                if before_last:
+                    # Neither warp draws a ticket of the next work tile while the other may wait for
+                    # a part of this one, and neither waits here with a part to count.
+                    self.count(counters, sent)
+                    sent = Int32(NO_CHUNK)
+                    cute.arch.barrier(
+                        barrier_id=NamedBarrier.BOTH_ARRIVALS, number_of_threads=2 * WARP
+                    )
+                next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
+                if next_chunk >= 0:
+                    if cute.arch.lane_idx() == 0:
+                        counter = cute.arch.atomic_add(
+                            counters.iterator + next_chunk, Int32(1), sem="acquire", scope="gpu"
+                        )
+                with cute.arch.elect_one():
+                    # wait until shared memory has been read; the copy may complete later
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                if next_chunk >= 0:
+                    counter = cute.arch.shuffle_sync(counter, 0)
+                    parts = order[ArrivalTable.VISITS][next_chunk >> 1]
+                    ticket = counter & (COMPLETE - 1)
+                    role = cutlass.select_(ticket == 0, Int32(FIRST_WRITER), Int32(0))
+                    role += cutlass.select_(ticket == parts - 1, Int32(LAST_WRITER), Int32(0))
+                    # a vote, as in `wait_parts`
+                    if cute.arch.vote_any_sync(role == LAST_WRITER):
+                        if cute.arch.vote_any_sync(counter < (parts - 1) * COMPLETE):
+                            # Count before waiting: those that this warp waits for may wait for it.
+                            self.count(counters, sent)
+                            sent = Int32(NO_CHUNK)
+                        self.wait_parts(counters, next_chunk, counter, parts - 1)
+                        earlier = sums.iterator + Int64(next_chunk) * size
+                        self.load(earlier, source, bars.landed + wg, loads & 1)
+                        loads += 1
+                    with cute.arch.elect_one():
+                        info[Word.ROLE + NOTE_WORDS * wg] = role
+                    cute.arch.sync_warp()
+                release_staging(wg)
+                self.count(counters, sent)  # while the consumer computes its next chunk
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def wait_parts(self, counters: cute.Tensor, chunk: Int32, counter: Int32, parts: Int32):
+        """Wait until at least `parts` parts of a chunk are complete, for bulk copies that follow.
+
+        `counter` is an earlier value of its counter, read with acquire semantics.
+        """
+        # a vote, so that the warp is known to be together at the fence
+        while cute.arch.vote_any_sync(counter < parts * COMPLETE):
+            counter = read_turn(counters.iterator + chunk)
+        cute.arch.sync_warp()
+        fence_bulk()
+
+    @cute.jit
+    def count(self, counters: cute.Tensor, chunk: Int32):
+        """Count the part of a chunk that this warp has sent last, when it is complete.
+
+        Args:
+            counters: see `ArrivalTable`.
+            chunk: index of the chunk; `NO_CHUNK` if it is counted already.
+        """
+        if chunk != NO_CHUNK:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.sync_warp()
+            fence_bulk()  # orders the bulk copy (async proxy) before the counter
+            with cute.arch.elect_one():
+                cute.arch.atomic_add(
+                    counters.iterator + chunk, Int32(COMPLETE), sem="release", scope="gpu"
+                )
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def load(self, source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer, phase: Int32):
+        """Load the sum of a chunk's other parts to shared memory, and wait for it.
+
+        Args:
+            source, target: f32 [chunk] in global and in shared memory.
+            barrier, phase: mbarrier of the load, and the parity to wait for.
+        """
+        self.issue_load(source, target, barrier)
+        cute.arch.mbarrier_wait(barrier, phase)
+        # Nobody reads the sum again: L2 need not write it to memory.
+        for i in range(self.config.chunk // (LINE * WARP)):
+            at = source + LINE * (WARP * i + cute.arch.lane_idx())
+            cute.arch.inline_ptx("discard.global.L2 [{$r0}], 128;", read_only_args=[at.toint()])
