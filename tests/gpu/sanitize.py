@@ -95,6 +95,7 @@ def configurations() -> Iterator[tuple[str, Variant, Case]]:
     # each CTA computes several work tiles, so that records and notes are overwritten
     several = SIZES | {"heads": 150, "kv_heads": 150, "head_dim": 128, "value_dim": 128}
     yield "many heads causal D=128", variants["causal"], Case(300, 300, **several)
+    yield "many heads scattered D=128", variants["scattered"], Case(300, 300, **several)
     own = SIZES | {"kv_heads": 2}
     for name in ("causal", "alibi", "learned bias", "scattered"):  # dK and dV are not shared
         yield f"{name} own heads D=64", variants[name], Case(length, length, **own)
