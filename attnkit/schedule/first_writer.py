@@ -92,7 +92,7 @@ def choose_first_writers(
         head: tiles of one head if `runs` packs several; the first writers are the same in each.
 
     Returns:
-        The schedule and its first writers, or the reason for a memset.
+        The schedule and its first writers, or the reason why there are none.
     """
     head = runs if head is None else head
     obstacle = _obstacle(head)
@@ -154,7 +154,7 @@ def _slower_by(cycles: int) -> str:
 
 
 def _obstacle(runs: BlockRuns) -> str:
-    """Return why dQ needs a memset in any order of the work tiles, or "" if there is no reason."""
+    """Return why no order of the work tiles has first writers, or "" if there is no reason."""
     count = int(runs.full_t.length.sum()) + int(runs.partial_t.length.sum())
     if count > MOST * runs.batch * runs.heads * runs.q_blocks:
         return f"a q tile meets more than {MOST} kv tiles"

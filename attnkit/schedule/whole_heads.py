@@ -68,7 +68,7 @@ def choose_whole_heads(
     Args:
         runs: the mask's tiles.
         other: the schedule that would run otherwise.
-        first: its first writers, or the reason for a memset.
+        first: its first writers, or the reason why there are none.
         floats: number of floats of dQ.
         head: tiles of one head if `runs` packs several.
 

@@ -56,8 +56,8 @@ class Buffers:
         sums: float32 [units * UNIT], the accumulators of dQ, and of shared dK and dV; then the
             counters of `backward_leaders`, if there are any.
         rows: float32 words of the LSE, and of the delta, of each row.
-        flags: one tensor of flags, set where a first writer has stored its part of dQ; empty if the
-            kernel uses no flags.
+        flags: one tensor of flags, set where a first writer has stored its part of dQ, or of counters
+            of these parts; empty if the kernel uses neither.
         semaphores: one tensor, a copy of the semaphores in `BackwardWork.order`, because launches on
             two streams may overlap; empty if there are none.
         totals: for each tensor that the score captures, the sums of its gradient, or None if the
@@ -77,7 +77,7 @@ class Buffers:
 
     @property
     def cleared(self) -> Tensor:
-        """Return the tensor that the preprocess kernel sets to zero: the flags, or the sums."""
+        """Return the tensor that the preprocess kernel sets to zero: the flags or counters, or the sums."""
         return self.flags[0] if self.flags else self.sums
 
 

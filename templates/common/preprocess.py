@@ -76,7 +76,7 @@ class Preprocess(ExactSums):
     Args:
         config: config of the main kernel.
         with_lse: whether the LSE has a gradient.
-        flags: number of flags per 64 rows of dQ, which are cleared instead of the sums; None to
+        flags: number of flags or counters per 64 rows of dQ, cleared instead of the sums; None to
             clear the sums.
         hooks: hooks of the terms that shift rows; None if the variant has none.
     """

@@ -1,7 +1,8 @@
 """Compute the backward on Hopper (sm_90a): a work tile is a kv block, with a loop over q blocks.
 
 The kernel is persistent, with one CTA per SM. In warpgroup 0, one warp loads by TMA, two warps add
-dQ to float32 sums, and one warp writes the gradients of fully masked kv blocks. The latter then
+dQ to float32 sums, and one warp writes the gradients of fully masked kv blocks. With whole heads or
+arrivals the two warps also write dQ, and with arrivals the last one clears dQ of masked q blocks. It
 copies a full bias to shared memory, see `backward_bias_in_smem`. The other two warpgroups are
 consumers with 64 kv positions each. For every q block a consumer recomputes S^T = K Q^T and
 dP^T = V dO^T, computes P and dS in registers, and adds dV += P^T dO and dK += dS^T Q with P and dS

@@ -1,21 +1,23 @@
 """Sum dQ in the order in which its parts arrive (Hopper backward, sparse block lists).
 
-Several CTAs compute parts of the same chunk of dQ at about the same time, and the work list does not
-say which of them is the first or the last. So each part draws a ticket from a counter of its chunk.
-The first part is stored in float32, and those in between are added to it. The last one waits until
-the others are complete in memory, adds its own to their sum, rounds it and writes it to dQ. The only
-part of a chunk is rounded at once. Compared with sums that every part adds to, this needs no memset
-before the kernel and no rounding after it.
+Several CTAs compute parts of the same chunk of dQ at about the same time. The work list does not say
+which of them comes first or last. So each part draws a ticket from the chunk's counter. The first
+part is stored in float32, and later parts are added to it. The warp with the last ticket waits until
+the other parts are complete in memory, and loads their sum. Its consumer adds its own part and rounds
+the result, and the warp writes it to dQ. If a chunk has only one part, that part is rounded and
+written. So dQ needs no memset before the kernel and no postprocess after it.
 
-A part's ticket is drawn while the consumer still computes it, so that the sum of the others is in
-shared memory when the consumer has its own. No cycle of waits can arise. A warp waits for lower
-tickets of a chunk, and before that it counts the part that it has sent. So it waits for a warp that
-waits itself at the same chunk, or for one whose consumer still computes the part. That consumer can
-be held up only by the other consumer of its CTA, whose warp waits. The consumers read each other's
-dS, and the mainloop writes dS of a q block before it sends dQ of the block before. So the other
-consumer is at an earlier q block of the same work tile, because `run` keeps the two from drawing
-tickets of different work tiles. A work tile visits its q blocks in ascending order. Along a chain of
-waits the q blocks of a head thus descend, or they stay the same and the tickets descend.
+A warp draws the ticket while its consumer still computes the part. So the sum of the others is in
+shared memory when the consumer needs it.
+
+This cannot deadlock. Before a warp waits for lower tickets of a chunk, it counts the part that it
+sent last. So each lower ticket that is missing belongs to a warp that itself waits at this chunk, or
+to one whose consumer still computes. Only the other consumer of the CTA can hold up that consumer:
+through dS, or through the producer, which reuses a stage only when both have released it. The
+mainloop writes dS of a q block before it sends dQ of the previous q block. So the other consumer is
+at an earlier q block, and `run` ensures that it is in the same work tile. A work tile visits its q
+blocks in ascending order. Along a chain of waits the q block of a head decreases, or it stays the
+same and the ticket decreases. So every chain ends.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class ArrivalTable(IntEnum):
     GRAD_QUERY = 2  # [B, H, S, D] of the dtype
 
 
-# A chunk's counter: the parts that have a ticket, and this much for each that is complete in memory.
+# A chunk's counter is the number of tickets drawn, plus this for each part that is complete in memory.
+# An int32 counts 2^15 - 1 parts; `schedule.arrivals` has far fewer.
 COMPLETE = 1 << 16
 LINE = 32  # floats of a cache line
 
@@ -106,7 +109,8 @@ class Arrivals(WholeHeads):
         chunk, counter, role, loads = (Int32(0),) * 4
         while chunk >= 0:
             wait_staging(wg)
-            # The last chunk of a work tile follows the note on dK and dV.
+            # A note without a chunk comes before the last chunk of each work tile, and before the
+            # kernel's first chunk, where the barrier below is not needed.
             before_last = chunk == NO_CHUNK
             chunk = read_note(info, wg, ChunkNote.CHUNK)
             if chunk >= 0:
@@ -132,8 +136,8 @@ class Arrivals(WholeHeads):
                         self.wait_parts(counters, chunk, counter, Int32(1))
                         add_chunk(target, source, size)
                 if before_last:
-                    # Neither warp draws a ticket of the next work tile while the other may wait for
-                    # a part of this one, and neither waits here with a part to count.
+                    # No warp draws a ticket of the next work tile while the other may wait for a part
+                    # of this one. A warp counts its part before it waits here.
                     self.count(counters, sent)
                     sent = Int32(NO_CHUNK)
                     cute.arch.barrier(
@@ -158,7 +162,7 @@ class Arrivals(WholeHeads):
                     # a vote, as in `wait_parts`
                     if cute.arch.vote_any_sync(role == LAST_WRITER):
                         if cute.arch.vote_any_sync(counter < (parts - 1) * COMPLETE):
-                            # Count before waiting: those that this warp waits for may wait for it.
+                            # Count this part first: the warps that this one waits for may wait for it.
                             self.count(counters, sent)
                             sent = Int32(NO_CHUNK)
                         self.wait_parts(counters, next_chunk, counter, parts - 1)
@@ -187,11 +191,11 @@ class Arrivals(WholeHeads):
 
     @cute.jit
     def count(self, counters: cute.Tensor, chunk: Int32):
-        """Count the part of a chunk that this warp has sent last, when it is complete.
+        """Wait until the part that this warp sent last is complete in memory, then count it.
 
         Args:
             counters: see `ArrivalTable`.
-            chunk: index of the chunk; `NO_CHUNK` if it is counted already.
+            chunk: index of its chunk; `NO_CHUNK` if there is nothing to count.
         """
         if chunk != NO_CHUNK:
             with cute.arch.elect_one():

@@ -33,8 +33,9 @@ class BackwardConfig:
         whole_heads: a CTA computes all kv blocks of a head, in ascending order. The first one of a
             q block stores its part of dQ, and the last one rounds and writes dQ, see
             `backward_whole_heads`.
-        arrivals: a CTA counts the parts of dQ that arrive at a q block. The first part is stored,
-            and the last one is rounded and written to dQ, see `backward_arrivals`.
+        arrivals: CTAs count the parts of dQ at each q block, in global memory. The first part is
+            stored. The last one is added to the sum of the others, which is rounded and written to
+            dQ, see `backward_arrivals`.
         less_lse: subtract LSE / scale from S in the MMA, see `backward_lse_in_mma`; for mods that
             only add terms to the score that do not depend on the score.
         with_entropy: add the gradient of the rows' entropies, for q blocks of 64 rows.
@@ -168,10 +169,10 @@ class BackwardConfig:
         if self.sum_order not in ("", "ascending", "descending"):
             return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
         if self.writes_dq and self.chunk != UNIT:
-            return f"dQ of chunks of {self.chunk} floats: expected {UNIT}"
+            return f"whole heads or arrivals with chunks of {self.chunk} floats: expected {UNIT}"
         shared = self.accumulate or self.sum_order or self.first_writer or self.one_hot
         if self.whole_heads and (shared or self.arrivals):
-            return "whole heads with sums that CTAs share, or with sums by class"
+            return "whole heads with arrivals, with sums that CTAs share, or with sums by class"
         if self.arrivals and (shared or self.leaders or self.bias_first):
             return "sums in the order of arrival with another order, sums by class or a full bias"
         if self.smem_bytes > SMEM_BYTES:

@@ -1,8 +1,8 @@
 """Add chunks of dQ, and of shared dK and dV, to float32 sums in global memory, in any order.
 
 A consumer writes a chunk to shared memory, with a note of its index in the sums. One warp per
-consumer adds chunks by bulk reductions. `backward_first_writer` and `backward_deterministic`
-implement other orders.
+consumer adds chunks by bulk reductions. `backward_first_writer`, `backward_arrivals`,
+`backward_whole_heads` and `backward_deterministic` implement other orders.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 dK and dV are rounded and written in whole rows, through the staging memory of dQ, because the
 memory of K and V already contains the next work tile. If several work tiles share a kv block, each
 adds its part to float32 sums, and the last one rounds and writes the sums. Another warp writes
-zeros for fully masked kv blocks.
+zeros for fully masked kv blocks, and to dQ of q blocks that no kv block visits if this kernel writes
+dQ.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Epilogue:
             q_count: index of the q block.
             free: see `send`.
             next_chunk: the consumer's next chunk, if it is known; not used in a fixed order.
-            kv_count: index of the chunk's work tile, if heads are whole; of that of the next chunk
+            kv_count: index of the chunk's work tile, if the main kernel writes dQ; of that of the next chunk
                 with leaders.
         """
         device.arrive(out.bars.ds_empty + (q_count & 1))
@@ -438,7 +439,7 @@ class Epilogue:
 
     @cute.jit
     def clear_unvisited(self, order: list, problem: Problem):
-        """Write zeros to dQ of the q blocks to which nothing is added, by one warp."""
+        """Write zeros to dQ of the q blocks that no kv block visits, by one warp."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         visits, bm = order[ArrivalTable.VISITS], self.config.block_q

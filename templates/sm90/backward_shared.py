@@ -62,7 +62,7 @@ class ChunkNote(IntEnum):
     FOLLOWING = 2  # deterministic: the turn after it; -1: look it up
     NEXT_CHUNK = 3  # any order: index of the consumer's next chunk; -1: not known
     NEXT_KV_BLOCK = 2  # leaders: the kv block of that chunk
-    # whole heads: of the chunk
+    # whole heads and arrivals: of the chunk
     HEAD = 1
     BATCH = 2
 
@@ -98,7 +98,7 @@ RECORD_STRIDE = 2 * RECORD  # words between the records of two K stages; the not
 # of its 32 bits.
 FIRST_WRITER = 1 << 27
 FIRST_WRITER_BLOCK = FIRST_WRITER // 2
-# The same for whole heads: this kv block is the last one that adds to the chunk.
+# The same for whole heads and arrivals: this part is the last one of the chunk.
 LAST_WRITER = 2 * FIRST_WRITER
 LAST_WRITER_BLOCK = LAST_WRITER // 2
 CHUNK_MASK = FIRST_WRITER - 1  # the index without flags
@@ -135,8 +135,8 @@ class ChunkBarriers:
     """
 
     ready: cute.Pointer | None  # the consumer has written a chunk and its note
-    # The chunk is complete in global memory, and reported. Whole heads, which have no order of
-    # CTAs: the earlier parts of the next chunk are complete in shared memory.
+    # The chunk is complete in global memory, and reported. Whole heads and arrivals, which
+    # have no order of CTAs: the sum of the next chunk's other parts is complete in shared memory.
     landed: cute.Pointer
     landed_ack: cute.Pointer | None  # the warp that passes turns has read the report
 

@@ -218,4 +218,5 @@ def counting(wanted: bool) -> Iterator[list[BackwardWork]]:
     with storing(False) as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_heads, "MOST", 0)
         patch.setattr(arrivals, "MOST", 64 if wanted else 0)
+        patch.setattr(arrivals, "MOST_AT_ONE", 64)
         yield found
