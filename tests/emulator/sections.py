@@ -37,6 +37,7 @@ _TABLE = """
 9.7.9.8 ld
 9.7.9.11 st
 9.7.9.12 st.async
+9.7.9.17 discard
 9.7.9.20 cvta
 9.7.9.21 cvt
 9.7.9.23 mapa

@@ -287,6 +287,26 @@ def test_reads_of_undefined_global_memory_are_faults() -> None:
     assert emulator.run(emulator.Ptx(kernel(write, pointers(1))), Undefined(x)).ok
 
 
+@section("discard")
+def test_a_discarded_line_is_undefined_until_it_is_written() -> None:
+    line = STORE + "shl.b64 %d2, %d2, 5; add.s64 %d3, %d1, %d2;"  # 128 bytes for each thread
+    write = "st.global.b32 [%d3+8], %r1;"
+    discard = "discard.global.L2 [%d3], 128;"
+    read = "ld.global.b32 %r2, [%d3+8];"
+
+    def of(*parts: str) -> emulator.Ptx:
+        return emulator.Ptx(kernel(line + "".join(parts), pointers(1)))
+
+    memory = np.zeros(33 * 32, np.float32)
+    skip = -memory.ctypes.data % 128 // 4
+    x = memory[skip : skip + 32 * 32]
+    assert emulator.run(of(write, discard, write, read), Undefined(x)).ok
+    with pytest.raises(KernelFault, match="uninitialised"):
+        emulator.run(of(write, discard, read), Undefined(x))
+    assert emulator.run(of(discard, read), x).ok
+    assert np.isnan(x).all()
+
+
 @ours
 def test_a_report_says_where() -> None:
     text = kernel(

@@ -32,7 +32,7 @@ EMIT: dict[str, Emit] = {
 }
 # Instructions without an effect here, such as cache hints and setmaxnreg; createpolicy gives 0.
 NOTHING = {"prefetch", "prefetchu", "applypriority", "setmaxnreg"}
-NOTHING |= {"discard", "createpolicy", "pmevent", "nop"}
+NOTHING |= {"createpolicy", "pmevent", "nop"}
 _OPERATION = re.compile(r"\w\(W[,)]")  # matches the call of an operation, which may fault
 
 

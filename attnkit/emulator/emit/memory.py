@@ -112,6 +112,23 @@ def _store_async(e: Emitter, c: Instr) -> list[str]:
     return [f"st_async(W,{e.addr(c.args[0])},{e.values(c.args[1], t)},{e.addr(c.args[2])},m,{t})"]
 
 
+_NAN_WORDS = 0x7FC0_7FC0_7FC0_7FC0  # NaN as float64, float32, bfloat16 and float16
+_LINE = 128  # bytes
+
+
+def discard(e: Emitter, c: Instr) -> list[str]:
+    """Emit discard as a store of NaN, after which the line is undefined until it is written again."""
+    if c.args[1] != str(_LINE):
+        raise e.fail(c)
+    # Memory of the host may be aligned less than that of a GPU: 32 bytes at a time.
+    values = ",".join([e.const(_NAN_WORDS, "u8")] * 4)
+    address = e.addr(c.args[0])
+    return [
+        f"st_global(W,{address}+{e.const(i, 'u8')},m,u8,[{values}],None,False)"
+        for i in range(0, _LINE, 32)
+    ]
+
+
 _ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
@@ -183,6 +200,7 @@ MEMORY_OPS = {
     "ld": load,
     "ldu": load,
     "st": store,
+    "discard": discard,
     "atom": atomic,
     "red": atomic,
     "mbarrier": mbarrier,

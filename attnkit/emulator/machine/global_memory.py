@@ -118,10 +118,10 @@ class GlobalMemory:
         ):
             raise Trap("uninitialised", f"read of {b.name} before anything was written there")
 
-    def mark(self, b: Buffer, lo: Any, size: int) -> None:
-        """Mark the bytes [lo, lo + size) of `b` as defined; `lo`: one offset, or a vector."""
+    def mark(self, b: Buffer, lo: Any, size: int, defined: bool = True) -> None:
+        """Mark the bytes [lo, lo + size) of `b` as defined or not; `lo`: one offset, or a vector."""
         if b.written is not None:
-            b.written[(np.asarray(lo)[..., None] + np.arange(size)).ravel()] = True
+            b.written[(np.asarray(lo)[..., None] + np.arange(size)).ravel()] = defined
 
 
 def arrays(args: Sequence[Any]) -> list[Any]:

@@ -199,13 +199,17 @@ def ld_global(
 
 
 def st_global(
-    gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None
-) -> None:
-    """Store elements to global memory; `values` has one vector per element of a lane."""
+    gang: Gang, a: Lanes, m: Mask, dt: Any, values: list[Lanes], order: Order | None = None,
+    defined: bool = True,
+) -> None:  # fmt: skip
+    """Store elements to global memory; `values` has one vector per element of a lane.
+
+    Unless `defined`, the memory counts as not written afterwards.
+    """
     item, left = np.dtype(dt).itemsize, m
     while True:
         b, off, part = global_offsets(gang, a, left, item * len(values))
-        gang.memory.mark(b, off, item * len(values))
+        gang.memory.mark(b, off, item * len(values), defined)
         note_global(gang, (b, off), part, item * len(values), order, read=False, write=True)
         view, i = items_of(b, off, dt)
         for j, v in enumerate(values):
