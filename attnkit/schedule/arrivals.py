@@ -1,4 +1,4 @@
-"""Count the kv tiles that visit each q tile, for a backward that sums dQ in the order of arrival.
+"""Decide whether a backward sums dQ in the order in which its parts arrive, and count these parts.
 
 If each q tile meets few kv tiles, two small kernels take a large part of the time: one clears the
 float32 sums of dQ, the other rounds them. Often the work list does not say which kv tile reaches a q

@@ -81,8 +81,8 @@ class BackwardTemplate:
             that dQ needs no memset.
         whole_heads: settings -> whether a CTA may compute all kv tiles of a head, so that dQ needs no
             memset and no postprocess.
-        arrivals: settings -> whether the main kernel may count the kv tiles at each q tile, so that
-            dQ needs no memset and no postprocess.
+        arrivals: settings -> whether the main kernel can sum dQ in the order in which its parts
+            arrive, so that dQ needs no memset and no postprocess.
         config: settings -> the `BackwardConfig`.
         row_words: settings -> number of float32 words in which `preprocess` writes the LSE, and the
             delta, of one row.
@@ -233,7 +233,7 @@ class BackwardSettings:
 
     @property
     def arrivals(self) -> bool:
-        """Return whether the kv tiles at a q tile are counted, and the last one writes dQ."""
+        """Return whether the main kernel sums dQ in the order in which its parts arrive."""
         return bool(self.values.get("arrivals"))
 
     @property

@@ -68,7 +68,7 @@ class BackwardWork:
 
     @property
     def writes_dq(self) -> bool:
-        """Return whether the main kernel rounds and writes dQ."""
+        """Return whether the main kernel writes dQ in its dtype, so that no postprocess has to."""
         return self.starts is not None or self.visits is not None
 
     def to(self, device: torch.device) -> BackwardWork:
@@ -186,16 +186,13 @@ def build_tables(
         order = _order(
             deterministic_order(runs, schedule), runs, schedule.shape, (dq, dk), bool(units[1])
         )
+    waits = (first_writer and not order) or visits is not None
     return BackwardWork(
         work_tiles=work_tiles,
         partial=_pairs(runs.partial_t.start, runs.partial_t.length),
         full=_pairs(runs.full_t.start, runs.full_t.length),
         order=order,
-        flags=2
-        * batch
-        * heads
-        * runs.q_blocks
-        * ((first_writer and not order) or visits is not None),
+        flags=2 * batch * heads * runs.q_blocks if waits else 0,
         first_writer=first_writer,
         visits=visits,
         starts=whole.starts if isinstance(whole, WholeHeads) else None,
@@ -310,9 +307,10 @@ def batch_ascends(schedule: Schedule) -> bool:
 def arrivals(
     runs: BlockRuns, settings: BackwardSettings, first: FirstWriters | str, sizes: tuple[int, int]
 ) -> Tensor | None:
-    """Return the kv tiles at each q tile if the kernel counts them, see `attnkit.schedule.arrivals`.
+    """Return how many kv tiles visit each q tile, or None if the kernel should not count them.
 
-    `first` is the result of `scheduled`; the sizes are batch and (packed) heads.
+    The rule is in `attnkit.schedule.arrivals`. `first` is the result of `scheduled`; the sizes are
+    batch and (packed) heads.
     """
     if isinstance(first, FirstWriters) or not settings.template.arrivals(settings):
         return None

@@ -116,7 +116,7 @@ def main_arguments(
         deterministic: whether gradients are accumulated in a fixed order.
         first_writer: whether the first kv tile of a row stores its part of dQ instead of adding it.
         whole_heads: whether a CTA computes all kv tiles of a head, and writes dQ.
-        arrivals: whether the kv tiles at a q tile are counted, and the last one writes dQ.
+        arrivals: whether dQ is summed in the order in which its parts arrive.
         leaders: whether batch element 0 stores the gradient of a bias before others add theirs.
     """
     wide, deep = head_dims

@@ -149,7 +149,7 @@ def whole_heads(settings: BackwardSettings) -> bool:
 
 
 def arrivals(settings: BackwardSettings) -> bool:
-    """Return whether the main kernel may count the kv tiles at each q tile, and write dQ."""
+    """Return whether the main kernel can sum dQ in the order in which its parts arrive."""
     return whole_heads(settings) and not (settings.deterministic or settings.bias_first)
 
 

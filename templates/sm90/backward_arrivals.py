@@ -30,8 +30,6 @@ from cutlass import Constexpr, Int32, Int64, cute
 
 from attnkit.templates.common.backward_work import Problem
 from attnkit.templates.common.semaphore import fence_bulk, read_turn
-from attnkit.templates.common.tma import partition
-from attnkit.templates.sm90.backward_config import ROWS
 from attnkit.templates.sm90.backward_dq_reduce import (
     add_chunk,
     read_note,
@@ -40,6 +38,7 @@ from attnkit.templates.sm90.backward_dq_reduce import (
     wait_staging,
 )
 from attnkit.templates.sm90.backward_shared import (
+    CONSUMERS,
     FIRST_WRITER,
     LAST_WRITER,
     NO_CHUNK,
@@ -56,7 +55,7 @@ from attnkit.templates.sm90.backward_whole_heads import WholeHeads
 
 
 class ArrivalTable(IntEnum):
-    """Indices of the tensors in the kernel argument `order` with sums in the order of arrival."""
+    """Names the tensors in the kernel argument `order` of a kernel that counts parts of dQ."""
 
     COUNTERS = 0  # int32 [chunks of dQ], zero, see `COMPLETE`
     VISITS = 1  # int32 [B * H * q blocks], how many kv blocks add to each q block
@@ -67,6 +66,7 @@ class ArrivalTable(IntEnum):
 # An int32 counts 2^15 - 1 parts; `schedule.arrivals` has far fewer.
 COMPLETE = 1 << 16
 LINE = 32  # floats of a cache line
+ARRIVAL_THREADS = CONSUMERS * WARP  # one warp for each consumer
 
 
 class Arrivals(WholeHeads):
@@ -76,7 +76,7 @@ class Arrivals(WholeHeads):
     """
 
     def role(self, chunk: Int32, out: Any) -> Any:
-        """Return the flags that say how the chunk is summed, as the other warp has written them."""
+        """Read from shared memory whether this is the first or the last part of the chunk."""
         return out.info[Word.ROLE + NOTE_WORDS * out.wg]
 
     # --------------------------------------------------------------------------- of another warp
@@ -96,14 +96,7 @@ class Arrivals(WholeHeads):
         size = self.config.chunk
         counters = order[ArrivalTable.COUNTERS]
         source = staging + wg * size
-        layout = self.rounded_layout()
-        rounded = cute.make_tensor(  # dtype [64, 64, 4]
-            cute.recast_ptr(staging, layout.inner, dtype=self.dtype), layout.outer
-        )
-        store, tiles = tma
-        store_from, store_to = partition(
-            store, rounded, tiles, (ROWS, ROWS), (None, None, None, None)
-        )
+        store, store_from, store_to = self.store_views(staging, tma)
         release_staging(wg)
         # `counter` is the chunk's counter as it was when its part drew a ticket
         chunk, counter, role, loads = (Int32(0),) * 4
@@ -141,7 +134,7 @@ class Arrivals(WholeHeads):
                     self.count(counters, sent)
                     sent = Int32(NO_CHUNK)
                     cute.arch.barrier(
-                        barrier_id=NamedBarrier.BOTH_ARRIVALS, number_of_threads=2 * WARP
+                        barrier_id=NamedBarrier.BOTH_ARRIVALS, number_of_threads=ARRIVAL_THREADS
                     )
                 next_chunk = read_note(info, wg, ChunkNote.NEXT_CHUNK)
                 if next_chunk >= 0:

@@ -86,7 +86,7 @@ class BackwardConfig:
 
     @property
     def writes_dq(self) -> bool:
-        """Whether the main kernel rounds and writes dQ, so that no postprocess does."""
+        """Return whether the main kernel writes dQ in its dtype, so that no postprocess has to."""
         return self.whole_heads or self.arrivals
 
     @property
@@ -101,7 +101,7 @@ class BackwardConfig:
 
     @property
     def flags(self) -> int | None:
-        """Number of words per 64 rows of dQ, cleared instead of sums; None to clear the sums."""
+        """Return how many words are cleared for 64 rows of dQ; None if its sums are cleared."""
         if self.whole_heads:
             return 0  # a CTA waits for no other
         if self.arrivals:

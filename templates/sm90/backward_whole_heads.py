@@ -197,14 +197,7 @@ class WholeHeads:
         chunks = q_blocks_of(c, problem) * 2
         slot = sums.iterator + Int64(cta) * (Int64(chunks) * size)
         source = staging + wg * size
-        layout = self.rounded_layout()
-        rounded = cute.make_tensor(  # dtype [64, 64, 4]
-            cute.recast_ptr(staging, layout.inner, dtype=self.dtype), layout.outer
-        )
-        store, tiles = tma
-        store_from, store_to = partition(
-            store, rounded, tiles, (ROWS, ROWS), (None, None, None, None)
-        )
+        store, store_from, store_to = self.store_views(staging, tma)
         release_staging(wg)
         chunk, sent, loads = Int32(0), Int32(-1), Int32(0)
         while chunk >= 0:
@@ -250,6 +243,16 @@ class WholeHeads:
             cute.arch.cp_async_bulk_wait_group(in_flight, read=False)
         fence_bulk()
 
+    def store_views(self, staging: cute.Pointer, tma: tuple) -> tuple:
+        """Return the copy operation of `tma`, and its views of the staging memory and of dQ."""
+        layout = self.rounded_layout()
+        rounded = cute.make_tensor(  # dtype [64, 64, 4]
+            cute.recast_ptr(staging, layout.inner, dtype=self.dtype), layout.outer
+        )
+        store, tiles = tma
+        views = partition(store, rounded, tiles, (ROWS, ROWS), (None, None, None, None))
+        return store, *views
+
     def place(self, chunk: Int32, wg: int, info: cute.Tensor, problem: Problem) -> tuple:
         """Return the head of dQ, and the square of 64 x 64 in it, that a chunk belongs to."""
         c = self.config
@@ -282,7 +285,7 @@ class WholeHeads:
         cute.arch.mbarrier_wait(barrier, phase)
 
     def issue_load(self, source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer) -> None:
-        """Issue the load of the sum of a chunk's earlier parts, which completes `barrier`."""
+        """Issue the load of the sum of a chunk's other parts; `barrier` completes when it has arrived."""
         size = Int32(4 * self.config.chunk)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

@@ -117,7 +117,7 @@ _LINE = 128  # bytes
 
 
 def discard(e: Emitter, c: Instr) -> list[str]:
-    """Emit discard as a store of NaN, after which the line is undefined until it is written again."""
+    """Emit discard: store NaN in the line, and mark it as not written."""
     if c.args[1] != str(_LINE):
         raise e.fail(c)
     # Memory of the host may be aligned less than that of a GPU: 32 bytes at a time.
