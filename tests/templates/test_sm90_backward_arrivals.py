@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from attnkit import mods
+from attnkit import AuxRequest, flex_attention, mods
 
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
+from attnkit.jit import emulation
+from attnkit.schedule import arrivals
 from attnkit.splice.backward_work import BackwardWork
 from tests.templates.backward_kit import (
     FP16,
     check,
     draw,
+    forget,
     gradients,
     observed,
     poisoned,  # noqa: F401
@@ -90,6 +93,39 @@ def test_rows_that_no_block_visits_have_zero_gradients(works: list[BackwardWork]
     assert works[-1].visits is not None
     assert not grad_query[:, :, 128:256].any()
     assert not grad_query.isnan().any()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": 0.3},
+    "entropy": {"return_aux": AuxRequest(entropy=True)},
+    "sigmoid": {"normalization": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_equal_a_backward_that_clears_sums(
+    works: list[BackwardWork], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, weights = draw(500, dims=(128, 128))
+    query, key, value = (t.requires_grad_() for t in inputs)
+    found = []
+    for most in (0, arrivals.MOST):
+        monkeypatch.setattr(arrivals, "MOST", most)
+        forget(monkeypatch)
+        torch.manual_seed(5)  # of dropout
+        with emulation.session(mode="adversarial", deterministic=False) as session:
+            result: Any = flex_attention(
+                query, key, value, None, blocks(0.4), backend="emulate", **OPTIONS[name]
+            )
+            out, total = result, 0.0
+            if name == "entropy":
+                out, total = result[0], result[1].entropy.nan_to_num().sum()
+            total = total + (out * weights[0]).sum()
+            found.append(torch.autograd.grad(total, (query, key, value)))
+        assert session.ok
+        assert (works[-1].visits is None) == (most == 0)
+    for cleared, counted in zip(*found, strict=True):
+        torch.testing.assert_close(counted, cleared)
 
 
 def test_packed_heads(works: list[BackwardWork]) -> None:
