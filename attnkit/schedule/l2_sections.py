@@ -44,6 +44,26 @@ def unit_of_rows(
     return unit.expand(batch, heads, rows).reshape(-1)
 
 
+def apart(batch: int, heads: int, owners: tuple[int, int], device: torch.device) -> Tensor:
+    """Number the query heads so that those which share a kv head are as far apart as possible.
+
+    In a backward that adds in a fixed order, work tiles of one kv tile wait for each other before
+    they add to dK and dV. In different sections they run at different times, and need not wait.
+
+    Args:
+        batch, heads: of the query.
+        owners: batch and heads of key and value: `batch` or 1, and a divisor of `heads`.
+        device: device of the result.
+
+    Returns:
+        The number of each head b * heads + h, int64 [batch * heads]. Where no heads share a kv
+        head, it is b * heads + h.
+    """
+    head = torch.arange(batch * heads, device=device).view(batch, owners[1], -1)
+    in_order = head.permute(2, 0, 1) if owners[0] == batch else head.transpose(1, 2)
+    return torch.argsort(in_order.reshape(-1))
+
+
 def distinct(kinds: tuple[Runs, ...], rows: int, chunk: int, columns: int) -> tuple[Tensor, Tensor]:
     """Count the distinct tiles and the tile visits of each stretch of `chunk` rows of a head.
 

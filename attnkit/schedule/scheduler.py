@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnkit.errors import OptionError, ShapeError
-from attnkit.schedule.l2_sections import sections, unit_of_rows, units_in_order
+from attnkit.schedule.l2_sections import apart, sections, unit_of_rows, units_in_order
 from attnkit.schedule.split_kv import (
     GRAIN,
     Cost,
@@ -332,6 +332,9 @@ class _Work:
         capacity = self.l2_bytes // self.shape.tile_bytes
         if self.backward and self.order in MONOTONE:  # sums in a fixed order
             size = units_in_order((full, partial), blocks, capacity, self.workers)
+            if not together:  # unit b * heads + h
+                owners = self.shape.kv_batch or batch, self.shape.kv_heads or heads
+                unit = apart(batch, heads, owners, unit.device)[unit]
             return unit * -(-units // size) // units
         members = unit.numel() // (units * blocks)
         # sections need enough rows to keep the workers busy; other orders cut no head

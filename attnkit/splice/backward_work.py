@@ -17,11 +17,9 @@ from attnkit.schedule.work_list import full_runs, packed, retile
 from attnkit.sparsity.block_runs import BlockRuns
 from attnkit.splice.backward_template import BackwardSettings
 from attnkit.splice.runs_cache import cached_for_runs, on_host_if_few, wait_for_tables
+from attnkit.splice.workers import REFERENCE_SMS
 
 UNIT = 64 * 64  # floats in one unit of the kernel's float32 accumulators in memory
-# A deterministic backward is scheduled for a device with this many SMs, and chooses between whole
-# heads and semaphores for it, so that the bits of its gradients are the same on all devices.
-REFERENCE_SMS = 132
 COUNTERS = 8  # counters of a split kv tile, see `templates.sm90.backward_epilogue`
 
 
@@ -269,7 +267,8 @@ def scheduled(
     if always_adds or not template.first_writer(settings):
         return schedule, "this kernel always adds"
     if settings.deterministic:
-        return schedule, first_writers(runs, schedule)
+        one = runs if head is None else head
+        return schedule, first_writers(one, schedule, heads=runs.q_blocks // one.q_blocks)
     floats = batch * heads * runs.q_blocks * rows * wide
     choice = choose_first_writers(runs, schedule, floats, head)
     return (schedule, choice) if isinstance(choice, str) else choice

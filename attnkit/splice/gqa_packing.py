@@ -9,9 +9,9 @@ dK and dV in registers from head to head.
 from __future__ import annotations
 
 from attnkit.graph import ir
+from attnkit.splice import workers
 from attnkit.splice.graph_capture import is_capturing
 from attnkit.splice.kernel_call import BackwardInputs, KernelCall
-from attnkit.splice.workers import worker_count
 
 MOST_ROWS = 2048  # that a kv tile visits in a head, on average; with more, the additions are few
 LEAST_WORK_TILES = 3  # for each CTA: packed heads have fewer work tiles, which balance less well
@@ -35,11 +35,18 @@ def pays(kernel_call: KernelCall, inputs: BackwardInputs) -> bool:
         or "h" in ir.reads(program.mask)
         or inputs.captured.scores
         or inputs.captured.masks
-        or is_capturing(query.device)  # counting the tiles waits for the device
     ):
+        return False
+    spec = kernel_call.spec
+    # Counting the tiles waits for the device, which a capture forbids. The kernel of deterministic
+    # calls must not depend on that: their tables wait for the device anyway.
+    if is_capturing(query.device) and not spec.deterministic:
         return False
     _, partial, full = runs.counts()
     if (partial + full) * runs.block[0] > MOST_ROWS * runs.kv_blocks:
         return False
     work_tiles = key.shape[0] * key.shape[1] * runs.kv_blocks
-    return work_tiles >= LEAST_WORK_TILES * worker_count(query.device, kernel_call.spec.emulated)
+    count = workers.REFERENCE_SMS
+    if not spec.deterministic:
+        count = workers.worker_count(query.device, spec.emulated)
+    return work_tiles >= LEAST_WORK_TILES * count

@@ -104,7 +104,7 @@ def entropies(widths: tuple[int, int], learned: bool, dropout: bool) -> bool:
 
 def packs(case: BackwardCase) -> bool:
     """Return whether one work tile can compute all query heads that share its kv head."""
-    return max(case.widths) <= 128 and not (case.learned or case.deterministic or case.dropout)
+    return max(case.widths) <= 128 and not (case.learned or case.dropout)
 
 
 def splits(settings: BackwardSettings) -> bool:

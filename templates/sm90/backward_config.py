@@ -24,7 +24,7 @@ class BackwardConfig:
             store them in `dtype`.
         pack_gqa: a work tile computes all query heads of a kv head, one by one, as if they were one
             long query, so that dK and dV need no float32 sums. For mods and masks that do not read
-            the head, without a fixed order of sums, dropout and entropies.
+            the head, without dropout and entropies.
         sum_order: order in which kv blocks add to the sums, "ascending" or "descending", as in the
             schedule; "" for any order.
         first_writer: first-writer dQ: the first kv block in the list that adds to a q block stores

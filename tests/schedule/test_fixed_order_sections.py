@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnkit.schedule.l2_sections import units_in_order
+from attnkit.schedule.l2_sections import apart, units_in_order
 from attnkit.schedule.scheduler import Shape, schedule_backward
 from attnkit.sparsity.block_runs import FULL, BlockRuns
 
@@ -57,3 +57,34 @@ def test_more_memory_lets_more_heads_run_together(columns: int, small: int, larg
     kinds = runs.full_t, runs.partial_t
     fewer, more = (units_in_order(kinds, columns, n, WORKERS) for n in sorted((small, large)))
     assert fewer <= more
+
+
+@given(
+    batch=st.integers(1, 4), kv_heads=st.integers(1, 4), group=st.integers(1, 6), one=st.booleans()
+)  # fmt: skip
+def test_heads_that_share_keys_are_far_apart(
+    batch: int, kv_heads: int, group: int, one: bool
+) -> None:
+    """Between two query heads of a kv head come heads of all others."""
+    heads, owners = kv_heads * group, 1 if one else batch
+    numbers = apart(batch, heads, (owners, kv_heads), torch.device("cpu"))
+    assert numbers.sort().values.tolist() == list(range(batch * heads))
+    listed = torch.argsort(numbers)
+    owner = listed // heads * (owners > 1) * kv_heads + listed % heads // group
+    for own in owner.unique():
+        places = (owner == own).nonzero().flatten()
+        assert (places.diff() == owners * kv_heads).all()
+    if group == 1 and owners == batch:
+        assert numbers.tolist() == list(range(batch * heads))
+
+
+def test_heads_that_share_keys_are_in_different_sections() -> None:
+    states = causal(128, 64)
+    runs = BlockRuns.from_states(states[None, None], *states.shape, (1, 1))
+    schedule = schedule_backward(
+        runs, Shape(1, 16, TILE, kv_heads=4), workers=WORKERS, order="descending", split=False
+    )
+    section = torch.cat([torch.zeros(1), (schedule.tile.diff() > 0).cumsum(0)])
+    for n in range(int(section[-1]) + 1):
+        heads = schedule.h[section == n].unique()
+        assert (heads // 4).unique().numel() == heads.numel()

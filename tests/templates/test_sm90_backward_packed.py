@@ -16,6 +16,9 @@ from attnkit import create_block_mask, flex_attention, masks, mods
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation, kernel
+from attnkit.schedule import whole_heads
+from attnkit.splice import backward_work, workers
+from attnkit.splice.backward_work import BackwardWork
 from tests.sampling import sampled
 from tests.templates.backward_kit import (
     BF16,
@@ -24,6 +27,7 @@ from tests.templates.backward_kit import (
     check,
     draw,
     gradients,
+    observed,
     poisoned,  # noqa: F401
 )
 
@@ -62,6 +66,7 @@ PACKED: dict[str, Callable[[], list[kernel.Source]]] = {
     "window": sources,
     "softcap": lambda: sources(mod=mods.softcap(20.0)),
     "multi-query": lambda: sources(heads=(4, 1), length=2000),
+    "fixed order": lambda: sources(heads=(80, 40), deterministic=True),
     "mask without intervals": lambda: sources(
         lambda b, h, q, kv: ((q ^ kv) & 5 != 0) & NEAR(b, h, q, kv)
     ),
@@ -75,7 +80,7 @@ NOT_PACKED: dict[str, Callable[[], list[kernel.Source]]] = {
     "a mod of positions": lambda: sources(mod=mods.alibi(4)),
     "a learned mod": lambda: sources(mod=lambda s, b, h, q, kv: s * LEARNED[h]),
     "documents": lambda: sources(masks.document(torch.arange(1200) // 50)),
-    "fixed order": lambda: sources(deterministic=True),
+    "few work tiles for the fixed order of 132 SMs": lambda: sources(deterministic=True),
     "dropout": lambda: sources(dropout_p=0.5),
     "sigmoid": lambda: sources(normalization="sigmoid"),
     "wide heads": lambda: sources(dim=192),
@@ -130,6 +135,45 @@ def test_ragged_lengths(lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mode", ["check", "adversarial"])
 def test_orders_of_the_warps(mode: str) -> None:
     check_packed(draw(410, heads=(4, 2), dims=(128, 128)), None, NEAR, mode=mode)
+
+
+@pytest.fixture
+def fixed_order(monkeypatch: pytest.MonkeyPatch) -> list[BackwardWork]:
+    """Request sums in a fixed order, of a kernel for two SMs; return a list of the tables."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(workers, "REFERENCE_SMS", 2)
+    monkeypatch.setattr(backward_work, "REFERENCE_SMS", 2)
+    return observed(monkeypatch, 2)
+
+
+@pytest.mark.parametrize("case", sampled([(c,) for c in CASES], 4))
+def test_a_fixed_order(case: tuple[Any, ...], fixed_order: list[BackwardWork]) -> None:
+    mask, mod, dims, heads, batch, dtype = case
+    drawn = draw(410, dims=dims, heads=heads, batch=(batch, batch), dtype=dtype)
+    check_packed(drawn, mod, mask, mode="check")
+    assert fixed_order[-1].order or fixed_order[-1].starts is not None
+
+
+@pytest.mark.parametrize("lengths", [(333, 430), (430, 390)])
+def test_ragged_lengths_in_a_fixed_order(
+    lengths: tuple[int, int], fixed_order: list[BackwardWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_heads, "MOST", 0)
+    check_packed(draw(*lengths, heads=(6, 2)), None, masks.sliding_window(40), mode="adversarial")
+    assert fixed_order[-1].order
+
+
+def test_equal_heads_have_equal_bits(fixed_order: list[BackwardWork]) -> None:
+    """The first writers and the order of the sums are those of one head, in each packed head."""
+    (query, key, value), weights = draw(900, heads=(3, 1), dims=(128, 128))
+    query, out, lse = (t[:, :1].expand_as(t).contiguous() for t in (query, *weights))
+    mask = CAUSAL & masks.sliding_window(300)
+    with kernel.requested_sources() as found, emulation.session(mode="eager"):
+        grad, *_ = gradients("emulate", (query, key, value), (out, lse), (), None, mask, None)
+    assert packed([s for s in found if s.name.startswith("backward")])
+    assert fixed_order[-1].order
+    assert fixed_order[-1].first_writer
+    assert torch.equal(grad, grad[:, :1].expand_as(grad))
 
 
 def test_rows_and_keys_that_are_masked_for_all_heads() -> None:

@@ -17,7 +17,7 @@ from attnkit.schedule import whole_heads
 pytest.importorskip("cutlass", reason="the DSL exists for Linux only")
 
 from attnkit.jit import emulation
-from attnkit.splice import backward_work, workers
+from attnkit.splice import workers
 from attnkit.splice.backward_work import BackwardWork
 from tests.sampling import diagonal, sampled
 from tests.templates.backward_kit import (
@@ -126,7 +126,7 @@ def test_a_deterministic_backward_has_one_list_on_all_devices(
     dim: int, heads: int, length: int, mask: Any, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes whole heads where a call in any order does on 132 SMs."""
-    works = observed(monkeypatch, backward_work.REFERENCE_SMS)
+    works = observed(monkeypatch, workers.REFERENCE_SMS)
     plan_backward(dim, heads, length, mask, False)
     assert (works[-1].starts is not None) == chosen
     tables = []
