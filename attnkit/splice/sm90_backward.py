@@ -129,10 +129,10 @@ def cost(settings: BackwardSettings) -> Cost:
 def semaphores(settings: BackwardSettings) -> tuple[int, int]:
     """Return how many semaphores order the additions to a tile of dQ, and to one of dK or dV.
 
-    There is one for each consumer and chunk. A chunk is 64 rows by head_dim / 2, so 64 rows of dV
-    have four chunks if head_dim_v is twice head_dim. With roles, a consumer has two chunks of dQ.
+    There is one for each consumer of dQ, and one for each consumer and chunk of dK or dV. A chunk is
+    64 rows by head_dim / 2, so 64 rows of dV have four chunks if head_dim_v is twice head_dim.
     """
-    return (4 if _has_roles(settings) else 2), 8
+    return 2, 8
 
 
 def first_writer(settings: BackwardSettings) -> bool:

@@ -111,6 +111,11 @@ class BackwardConfig:
         return 0 if self.sum_order else 2 * ROWS // self.block_q  # turns replace the flags
 
     @property
+    def dq_parts(self) -> int:
+        """Number of chunks in which a consumer sends its dQ of a q block."""
+        return 1
+
+    @property
     def bias_in_k(self) -> bool:
         """Whether the copied tiles of a bias are in the stage of K that is not in use."""
         return self.head_dim > ROWS

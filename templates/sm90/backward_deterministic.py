@@ -2,7 +2,8 @@
 
 The order is that of `attnkit.schedule.deterministic_order`: the semaphore of a chunk has the turn,
 the kv block that adds next. With first writers, the first turn stores instead of adding, and the
-sums need not be cleared.
+sums need not be cleared. If a consumer sends dQ of a q block in several parts, they have one
+semaphore and one turn. It is awaited before the first part and passed on after the last.
 
 Two warps add, one for each consumer, and a third one passes the turns on. A warp adds a chunk once
 its turn has come. Then it waits until the chunk is complete in memory, which takes about half as
@@ -77,7 +78,8 @@ class DeterministicReduce:
         semaphores = order[OrderTable.SEMAPHORE]
         chunk_ready = bars.ready + wg
         release_staging(wg)
-        # a chunk in flight that is not reported yet, and the turn after its own; number of reports
+        # semaphore of chunks in flight that are not reported yet, and the turn after theirs; number
+        # of reports
         pending, following, count = Int32(-1), Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
         while chunk >= 0:
@@ -94,13 +96,17 @@ class DeterministicReduce:
                 known = read_note(info, wg, ChunkNote.FOLLOWING)
                 first = chunk >= FIRST_WRITER
                 chunk = chunk & (FIRST_WRITER - 1)
-                semaphore = semaphores.iterator + chunk
-                now = read_turn(semaphore)
-                if pending >= 0:
-                    count = self.report(pending, following, count, info, bars, wg)
-                if now != turn:
-                    wait_turn(semaphore, turn)
-                fence_bulk()
+                number = chunk >> (c.dq_parts.bit_length() - 1)
+                part = chunk & (c.dq_parts - 1)
+                begins, ends = part == 0, part == c.dq_parts - 1
+                if begins:  # later parts of a turn are this CTA's already
+                    semaphore = semaphores.iterator + number
+                    now = read_turn(semaphore)
+                    if pending >= 0:
+                        count = self.report(pending, following, count, info, bars, wg)
+                    if now != turn:
+                        wait_turn(semaphore, turn)
+                    fence_bulk()
                 target = sums.iterator + Int64(chunk) * c.chunk
                 if const_expr(c.first_writer):
                     if first:
@@ -112,10 +118,12 @@ class DeterministicReduce:
                 with cute.arch.elect_one():
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 release_staging(wg)
-                pending, following = chunk, known
-                if known < 0:
-                    row = chunk >> (c.chunks.bit_length() - 1)
-                    following = look_up_turn(c.sum_order == "ascending", turn, row, order)
+                pending = Int32(-1)
+                if ends:
+                    pending, following = number, known
+                    if known < 0:
+                        row = chunk >> (c.chunks.bit_length() - 1)
+                        following = look_up_turn(c.sum_order == "ascending", turn, row, order)
         if pending >= 0:
             count = self.report(pending, following, count, info, bars, wg)
         self.report(Int32(-1), Int32(0), count, info, bars, wg)
@@ -128,7 +136,7 @@ class DeterministicReduce:
         """Wait until a chunk is complete in memory, and report it to the warp that passes turns.
 
         Args:
-            chunk: the chunk; -1 if no more chunks follow.
+            chunk: the chunk's semaphore; -1 if no more chunks follow.
             following: the turn after the chunk's own.
             count: number of earlier reports.
             info: int32 words in shared memory.
