@@ -81,8 +81,7 @@ def switches(case: BackwardCase) -> dict[str, Any]:
     if max(case.widths) > 256:
         return {"split_columns": True}
     turns = case.deterministic and case.shared  # at dK and dV
-    # no fixed order: with turns, calls with many short heads did not end (docs/notes/hopper.md)
-    if case.widths == (192, 128) and light and not (case.deterministic or case.dropout or in_lists):
+    if case.widths == (192, 128) and light and not (case.dropout or in_lists):
         return {"block_kv": 128}
     if case.widths == (256, 256) and light and not (turns or case.dropout):
         return {"roles": True}

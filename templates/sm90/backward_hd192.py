@@ -13,8 +13,10 @@ through shared memory. Each consumer computes its half of the columns of dQ = dS
 q block, for which both halves of dS are ready. It adds dQ to float32 sums from registers. Shared
 memory has no room to stage it, and its bandwidth is nearly exhausted.
 
-Variants whose score_mod has a slope, gradients of captured tensors and sums in a fixed order use
-`backward_hd256`.
+With a fixed order of sums, two warps wait for turns and pass them on while the consumers compute,
+see `backward_hd256_deterministic`.
+
+Variants whose score_mod has a slope and gradients of captured tensors use `backward_hd256`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,13 @@ from attnkit.templates.sm90.backward_hd192_mma import (
     hd192_smem_layouts,
     hd192_tiled_mmas,
 )
-from attnkit.templates.sm90.backward_hd256 import COLUMNS, add
+from attnkit.templates.sm90.backward_hd256 import (
+    COLUMNS,
+    PASS_TURN_WARP,
+    WAIT_TURN_WARP,
+    add,
+)
+from attnkit.templates.sm90.backward_hd256_deterministic import Hd256Deterministic
 from attnkit.templates.sm90.backward_mma import in_layout_of
 from attnkit.templates.sm90.backward_producer import LoadTargets, Producer
 from attnkit.templates.sm90.backward_shared import (
@@ -55,12 +63,12 @@ from attnkit.templates.sm90.backward_shared import (
     THREADS,
     WARPGROUP,
     WARPS,
-    Barriers,
+    Hd192Barriers,
     Hd256Barrier,
     Word,
-    barrier_count,
-    init_barriers,
-    place_barriers,
+    hd192_barrier_count,
+    init_hd192_barriers,
+    place_hd192_barriers,
     row_pairs,
 )
 from attnkit.templates.sm90.backward_softmax import KvBlock, QBlock, SoftmaxBackward
@@ -83,7 +91,7 @@ class Hd192Consumer:
 
     mma: Hd192Mma
     smem: LoadTargets
-    bars: Barriers
+    bars: Hd192Barriers
     sums: cute.Tensor
     wg: Int32
     thread: Int32
@@ -120,6 +128,7 @@ class BackwardHd192:
         self.dtype = device.DTYPES[config.dtype]
         self.producer = Producer(config)
         self.softmax = SoftmaxBackward(config, hooks, Alibi(hooks, config.block_q, False))
+        self.turns = Hd256Deterministic(config)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -147,10 +156,7 @@ class BackwardHd192:
         ctas: Int32,
         stream: Any,
     ):
-        """Launch the kernel; the arguments are those of `backward.Backward`.
-
-        `totals` and `order` are empty.
-        """
+        """Launch the kernel; the arguments are those of `backward.Backward`; `totals` is empty."""
         c, dtype = self.config, self.dtype
         head_dim, head_dim_v, bm = c.head_dim, c.head_dim_v, c.block_q
         query, key, value, grad_out, grad_key, grad_value = (  # [S, D, H, B]
@@ -172,7 +178,7 @@ class BackwardHd192:
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, barrier_count(c)]
+            barriers: cute.struct.MemRange[Int64, hd192_barrier_count(c)]
             info: cute.struct.MemRange[Int32, Word.COUNT]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.stages * bm], 128]
@@ -220,7 +226,8 @@ class BackwardHd192:
     ):
         """Set up shared memory and barriers, then branch to the role of the warp.
 
-        Warp 0 loads, and warpgroups 1 and 2 are consumers.
+        Warp 0 loads, and warpgroups 1 and 2 are consumers. With a fixed order of sums, warps 1 and 2
+        wait for turns and pass them on.
         """
         c = self.config
         problem, work = Problem(*sizes), Lists(*lists)
@@ -244,10 +251,10 @@ class BackwardHd192:
             )
         )
         smem = LoadTargets(views.k, views.v, views.q, views.do, smem_lse, smem_delta, info)
-        bars = place_barriers(c, storage.barriers.data_ptr())
+        bars = place_hd192_barriers(c, storage.barriers.data_ptr())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
-                init_barriers(c, bars)
+                init_hd192_barriers(c, bars)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()  # the code below reads the preprocess's results
@@ -256,11 +263,16 @@ class BackwardHd192:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == LOAD_WARP:
                 self.producer.run(atoms[:4], tiles[:4], smem, bars.load, work, problem)
+            if const_expr(c.sum_order):
+                if warp == WAIT_TURN_WARP:
+                    self.turns.wait_turns(bars.turns, info, work.order)
+                if warp == PASS_TURN_WARP:
+                    self.turns.pass_turns(bars.turns, info, work.order)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(
                 (mmas_overwrite, mmas_accumulate), views, smem, (atoms[4:], tiles[4:]), bars,
-                sums, captured, problem,
+                sums, captured, work.order, problem,
             )  # fmt: skip
 
     @cute.jit
@@ -270,9 +282,10 @@ class BackwardHd192:
         views: Hd192SmemLayouts,
         smem: LoadTargets,
         store_tma: tuple,
-        bars: Barriers,
+        bars: Hd192Barriers,
         sums: cute.Tensor,
         captured: list,
+        order: list,
         problem: Problem,
     ):
         """Run a consumer warpgroup: the MMAs, P, dS, and the epilogue of each work tile."""
@@ -299,11 +312,13 @@ class BackwardHd192:
             cute.arch.mbarrier_wait(load.v_full + wg, valid - 1)  # `valid` is 1 + the parity
             if count > 0:
                 row = self.compute_block(True, w, tile, first_row, q_count)
+                self.announce(w, 2 * row, q_count)
                 q_count += 1
                 # mainloop: a q block, then dQ of the one before, whose dS both consumers have written
                 for _ in cutlass.range(count - 1, unroll=1):
                     next_row = self.compute_block(False, w, tile, first_row, q_count)
                     self.add_dq(w, row, q_count - 1)
+                    self.announce(w, 2 * next_row, q_count)
                     row = next_row
                     q_count += 1
                 self.add_dq(w, row, q_count - 1)
@@ -318,7 +333,7 @@ class BackwardHd192:
             )
             if const_expr(c.accumulate):
                 if count > 0:
-                    self.add_shared(w, place, p)
+                    self.add_shared(w, place, p, order)
             else:
                 # dK is stored through the memory of K, which both consumers read for dQ
                 cute.arch.barrier(
@@ -336,13 +351,15 @@ class BackwardHd192:
             cute.arch.mbarrier_arrive(load.k_empty)
             cute.arch.mbarrier_wait(load.k_full, parity)
             valid = info[RECORD + WorkTile.VALID]
+        if const_expr(c.sum_order):
+            self.turns.end(bars.turns, info, q_count, wg, thread)
         if warp % WARPS == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     # ------------------------------------------------ parts of the consumer, inlined while tracing
 
     def set_up(
-        self, mmas: tuple, views: Hd192SmemLayouts, smem: LoadTargets, bars: Barriers,
+        self, mmas: tuple, views: Hd192SmemLayouts, smem: LoadTargets, bars: Hd192Barriers,
         sums: cute.Tensor, wg: Int32, thread: Int32, row0: Int32,
     ) -> Hd192Consumer:  # fmt: skip
         """Create the operands and accumulators, and the copy of dS to shared memory."""
@@ -379,7 +396,7 @@ class BackwardHd192:
         Returns:
             The index of the q block over all heads.
         """
-        mma, load = w.mma, w.bars.load
+        mma, load, tiles = w.mma, w.bars.load, w.bars.tiles
         s, phase = count & 1, (count >> 1) & 1
         # P and dS as A operands, viewed in the layout of the accumulator of S
         p, ds = in_layout_of(mma.p, mma.s), in_layout_of(mma.ds_held, mma.s)
@@ -395,12 +412,12 @@ class BackwardHd192:
         warpgroup.wait_group(1)  # dP is complete; dV runs
         self.softmax.compute_ds(mma.s, p, mma.dp, self.rows(w, w.smem.delta, s), ds)
         # wait until both consumers have read dS of the block that used this stage before
-        cute.arch.mbarrier_wait(w.bars.ds_empty + s, phase ^ 1)
+        cute.arch.mbarrier_wait(tiles.ds_empty + s, phase ^ 1)
         cute.copy(w.copy, w.part.retile(ds), w.ds_smem[None, None, None, s * HALVES + w.wg])
         # wgmma of both consumers reads dS by the async proxy
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        device.arrive(w.bars.ds_full + s)
+        device.arrive(tiles.ds_full + s)
         mma.issue_dk(s, first)
         warpgroup.wait_group(0)
         # every lane arrives, because every lane has read LSE, delta and the word
@@ -416,30 +433,57 @@ class BackwardHd192:
             row: index of the q block over all heads.
             count: index of the q block in the CTA.
         """
-        s, groups = count & 1, self.config.head_dim // COLUMNS
-        cute.arch.mbarrier_wait(w.bars.ds_full + s, (count >> 1) & 1)
+        s, groups, tiles = count & 1, self.config.head_dim // COLUMNS, w.bars.tiles
+        cute.arch.mbarrier_wait(tiles.ds_full + s, (count >> 1) & 1)
         w.mma.issue_dq(s)
         warpgroup.wait_group(0)
-        device.arrive(w.bars.ds_empty + s)
+        device.arrive(tiles.ds_empty + s)
+        if self.config.sum_order:
+            self.turns.may_add(w.bars.turns, count)
         add(w.sums, w.mma.dq, row * groups + w.wg * (groups // 2), w.thread)
+        if self.config.sum_order:
+            self.turns.has_added(w.bars.turns)
 
-    def add_shared(self, w: Hd192Consumer, place: tuple, p: Problem) -> None:
+    def announce(self, w: Hd192Consumer, chunk: Int32, count: Int32) -> None:
+        """Announce the q block whose dQ is added next, if sums have an order.
+
+        The turn of the q block before has come, see `Hd256Deterministic.announce`.
+
+        Args:
+            w: state of the thread.
+            chunk: index of the q block's semaphore; -1 if no more q blocks follow.
+            count: index of the q block in the CTA.
+        """
+        if self.config.sum_order:
+            self.turns.announce(w.bars.turns, w.smem.info, chunk, count, w.wg, w.thread)
+
+    def add_shared(self, w: Hd192Consumer, place: tuple, p: Problem, order: list) -> None:
         """Add dK and dV to the sums that the query heads of a kv head share.
 
         Args:
             w: state of the thread.
             place: the kv block, head and batch element.
             p: sizes of the launch.
+            order: tensors of `common.semaphore.OrderTable`, if sums have an order.
         """
         c, (kv_block, h, b) = self.config, place
         blocks = (p.q_len + c.block_q - 1) // c.block_q
         kv_blocks = (p.kv_len + c.block_kv - 1) // c.block_kv
         tile = (cutlass.min(b, p.kv_batch - 1) * p.kv_heads + h // p.group) * kv_blocks + kv_block
-        first = p.batch * p.heads * blocks * (c.head_dim // COLUMNS)
+        q_tiles, kv_tiles = p.batch * p.heads * blocks, p.kv_batch * p.kv_heads * kv_blocks
+        first = q_tiles * (c.head_dim // COLUMNS)
+        turn, turns = (w.smem.info[RECORD + i] for i in (WorkTile.TURN, WorkTile.NUM_TURNS))
+        following = cutlass.select_(turn + 1 == turns, Int32(0), turn + 1)
+        semaphore = HALVES * (q_tiles + tile) + w.wg
         for acc, head_dim in ((w.mma.dk, c.head_dim), (w.mma.dv, c.head_dim_v)):
             groups = head_dim // COLUMNS
+            if c.sum_order:
+                self.turns.enter_turn(semaphore, turn, order, w.wg, w.thread)
             add(w.sums, acc, first + (HALVES * tile + w.wg) * groups, w.thread)
-            first = first + p.kv_batch * p.kv_heads * kv_blocks * HALVES * groups
+            if c.sum_order:
+                self.turns.leave_turn(semaphore, following, order, w.wg, w.thread)
+            first = first + kv_tiles * HALVES * groups
+            semaphore = semaphore + HALVES * kv_tiles
 
     def store(
         self, w: Hd192Consumer, mma: cute.TiledMma, acc: cute.Tensor, smem: cute.Tensor, tma: tuple,

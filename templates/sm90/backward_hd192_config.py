@@ -13,7 +13,7 @@ class Hd192Config(BackwardConfig):
     """Holds the sizes and switches of the Hopper backward kernel for head dims (192, 128).
 
     The attributes are those of `BackwardConfig`, and the columns of a kv block, `block_kv`. The
-    kernel supports no fixed order of sums, entropies, dropout, or weights without a softmax.
+    kernel supports no entropies, dropout, or weights without a softmax.
     """
 
     head_dim: int = 192
@@ -44,8 +44,10 @@ class Hd192Config(BackwardConfig):
             return f"head dims of {self.head_dim} and {self.head_dim_v}: expected 192 and 128"
         if self.block_q != ROWS or self.block_kv != 2 * ROWS:
             return f"blocks of {self.block_q} x {self.block_kv}: expected {ROWS} x {2 * ROWS}"
-        if self.sum_order or self.first_writer or self.less_lse:
-            return "an order of sums, first writers or less_lse: expected none of them"
+        if self.sum_order not in ("", "ascending", "descending"):
+            return f"sum_order={self.sum_order!r}: expected '', 'ascending' or 'descending'"
+        if self.first_writer or self.less_lse:
+            return "first writers or less_lse: expected neither"
         if self.with_entropy or self.weights or self.with_dropout:
             return "entropies, weights without a softmax or dropout: expected none of them"
         if self.smem_bytes > SMEM_BYTES:

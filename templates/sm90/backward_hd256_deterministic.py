@@ -16,7 +16,7 @@ from cutlass import Int32, cute
 from attnkit.templates.common import device
 from attnkit.templates.common.semaphore import OrderTable, look_up_turn, wait_turn
 from attnkit.templates.common.work_tile import RECORD, WorkTile
-from attnkit.templates.sm90.backward_hd256_config import Hd256Config
+from attnkit.templates.sm90.backward_config import BackwardConfig
 from attnkit.templates.sm90.backward_shared import (
     WARPGROUP,
     Hd256Barrier,
@@ -41,7 +41,7 @@ class Hd256Deterministic:
         config: `sum_order` is the order, "" for none.
     """
 
-    def __init__(self, config: Hd256Config) -> None:
+    def __init__(self, config: BackwardConfig) -> None:
         self.config = config
 
     @cute.jit

@@ -220,6 +220,47 @@ class TurnBarriers:
 
 
 @dataclass(frozen=True)
+class Hd192Barriers:
+    """Holds all mbarriers of `backward_hd192`: those of the tiles, and those for turns."""
+
+    tiles: Barriers
+    turns: TurnBarriers
+
+    @property
+    def load(self) -> LoadBarriers:
+        """Return the mbarriers between producer and consumers."""
+        return self.tiles.load
+
+
+def hd192_barrier_count(c: BackwardConfig) -> int:
+    """Return the number of mbarriers of `place_hd192_barriers`."""
+    return barrier_count(c) + (len(fields(TurnBarriers)) if c.sum_order else 0)
+
+
+def place_hd192_barriers(c: BackwardConfig, base: cute.Pointer) -> Hd192Barriers:
+    """Return the mbarriers, laid out in shared memory from address `base`."""
+    first = base + barrier_count(c)  # unused without an order of sums
+    turns = TurnBarriers(*(first + i for i in range(len(fields(TurnBarriers)))))
+    return Hd192Barriers(place_barriers(c, base), turns)
+
+
+def init_hd192_barriers(c: BackwardConfig, bars: Hd192Barriers) -> None:
+    """Initialise the mbarriers with their arrival counts; called by one thread."""
+    init_barriers(c, bars.tiles)
+    if c.sum_order:
+        init_turn_barriers(bars.turns)
+
+
+def init_turn_barriers(turns: TurnBarriers) -> None:
+    """Initialise the mbarriers for turns; called by one thread."""
+    # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
+    mbarrier_init = cute.arch.mbarrier_init
+    mbarrier_init(turns.announced, ONE_ARRIVAL)
+    mbarrier_init(turns.may_add, TURN_WARPS)  # the warp that waits and the one that passes
+    mbarrier_init(turns.added, CONSUMER_WARPS)
+
+
+@dataclass(frozen=True)
 class Hd256Barriers:
     """Holds all mbarriers of the kernel for head dims above 128."""
 
@@ -249,13 +290,9 @@ def place_hd256_barriers(c: Hd256Config, base: cute.Pointer) -> Hd256Barriers:
 
 def init_hd256_barriers(c: Hd256Config, bars: Hd256Barriers) -> None:
     """Initialise the mbarriers with their arrival counts; called by one thread."""
-    # The emulator's reports name a barrier by the argument of the call named `mbarrier_init`.
-    mbarrier_init, turns = cute.arch.mbarrier_init, bars.turns
     init_hd256_load_barriers(c, bars.load)
     if c.sum_order:
-        mbarrier_init(turns.announced, ONE_ARRIVAL)
-        mbarrier_init(turns.may_add, TURN_WARPS)  # the warp that waits and the one that passes
-        mbarrier_init(turns.added, CONSUMER_WARPS)
+        init_turn_barriers(bars.turns)
 
 
 def init_hd256_load_barriers(c: Hd256Config, load: LoadBarriers) -> None:
