@@ -10,6 +10,9 @@ its turn has come. Then it waits until the chunk is complete in memory, which ta
 long as the MMAs of a block, and reports it. The third warp passes the turns of both consumers'
 chunks. Its fence takes as long as a poll of a semaphore or longer, so it executes one for both.
 
+With several parts, the second one waits until the first has left shared memory, and the consumer
+waits with it. So the warp polls the semaphore of the next q block before its first part is ready.
+
 If the next chunk is ready before the last one is complete, the warp polls that chunk's semaphore
 meanwhile. It reports the last chunk before it adds the next one, because the fence between a poll
 and a copy waits for the copy in flight anyway.
@@ -31,6 +34,7 @@ from attnkit.templates.common.semaphore import (
     OrderTable,
     fence_bulk,
     look_up_turn,
+    poll_turn,
     read_turn,
     wait_turn,
 )
@@ -82,23 +86,31 @@ class DeterministicReduce:
         # of reports
         pending, following, count = Int32(-1), Int32(0), Int32(0)
         chunk, phase = Int32(0), Int32(0)
+        # turn of the last chunk, and the semaphore that is known to have it; -1 if none is
+        turn, granted = Int32(-1), Int32(-1)
         while chunk >= 0:
             if pending >= 0:
                 # Not try_wait, which waits until the chunk is ready, whatever its time limit.
                 if not device.test_wait(chunk_ready, phase):
                     count = self.report(pending, following, count, info, bars, wg)
+                    if const_expr(c.dq_parts > 1):  # most work tiles visit the next q block next
+                        number = cutlass.min(pending + CONSUMERS, semaphores.shape[0] - 1)
+                        granted = poll_turn(semaphores.iterator + number, turn, number)
                     pending = Int32(-1)
             cute.arch.mbarrier_wait(chunk_ready, phase)
             phase = phase ^ 1
             chunk = read_note(info, wg, ChunkNote.CHUNK)
             if chunk >= 0:
-                turn = read_note(info, wg, ChunkNote.TURN)
+                known_turn, turn = turn, read_note(info, wg, ChunkNote.TURN)
                 known = read_note(info, wg, ChunkNote.FOLLOWING)
                 first = chunk >= FIRST_WRITER
                 chunk = chunk & (FIRST_WRITER - 1)
                 number = chunk >> (c.dq_parts.bit_length() - 1)
                 part = chunk & (c.dq_parts - 1)
                 begins, ends = part == 0, part == c.dq_parts - 1
+                if const_expr(c.dq_parts > 1):
+                    begins = begins and (number != granted or turn != known_turn)
+                    granted = Int32(-1)  # other work tiles have other turns
                 if begins:  # later parts of a turn are this CTA's already
                     semaphore = semaphores.iterator + number
                     now = read_turn(semaphore)
